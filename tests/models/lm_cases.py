@@ -32,7 +32,7 @@ def llama(seed: int = 0, **overrides) -> LlamaForCausalLM:
 
 
 def row(seed: int, truncated: bool = False, trailing: int = 0) -> TensorDict:
-    """Prompt, then one to three turns with observations between them; ``trailing`` observation ids at the end."""
+    """Prompt, then one to three turns with observations between; ``trailing`` observation ids at the end."""
     rng = torch.Generator().manual_seed(seed)
 
     def ids(low: int, high: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Hugging Face causal language models as TensorDict actor and critic.
 
-Both read micro-batches made by :func:`~torchrl_copc.models.layout.micro_batches` under ``"lm"`` and apply their heads only
-at the positions that predict policy tokens. Nothing here knows about ranks: the learner shards ``.net`` from outside.
+Both read micro-batches made by :func:`~torchrl_copc.models.layout.micro_batches` under ``"lm"`` and apply
+their heads only at the positions that predict policy tokens. Nothing here knows about ranks: the learner
+shards ``.net`` from outside.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _transformers() -> Any:
 
 
 def _prepare(trunk: Any, gradient_checkpointing: bool) -> None:
-    """Switch dropout off (ratios compare two passes of one network) and gradient checkpointing on when asked."""
+    """Switch dropout off (ratios compare two passes of one network), gradient checkpointing on when asked."""
     for module in trunk.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -47,8 +48,8 @@ def _prepare(trunk: Any, gradient_checkpointing: bool) -> None:
 
 
 def _hidden_states(trunk: Any, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    # No attention mask: causal attention never reaches right padding, and without one transformers finds packed rows by
-    # their restarting positions.
+    # No attention mask: causal attention never reaches right padding, and without one transformers finds
+    # packed rows by their restarting positions.
     output = trunk(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     return output.last_hidden_state.flatten(0, 1)
 
@@ -95,12 +96,13 @@ class CausalLMActor(TensorDictModuleBase):
         model: a transformers ``...ForCausalLM`` whose head is one matrix, tied to the embedding or not.
 
     Keyword Args:
-        temperature: that of sampling; behaviour log-probs come from the tempered distribution. Defaults to ``1.0``.
+        temperature: that of sampling; behaviour log-probs come from the tempered distribution. Defaults to
+            ``1.0``.
         chunk_size: positions per chunk of the head. Defaults to what fits 256 MiB of logits.
         gradient_checkpointing: recompute activations in the backward pass. Defaults to ``False``.
 
-    Reads ``("lm", "input_ids" | "position_ids" | "predict_index" | "target_ids")``, writes ``log_prob`` and ``entropy``
-    (nats, float32 ``[1, n, 1]``).
+    Reads ``("lm", "input_ids" | "position_ids" | "predict_index" | "target_ids")``, writes ``log_prob`` and
+    ``entropy`` (nats, float32 ``[1, n, 1]``).
 
     Raises:
         ValueError: if the model's head has a bias, a logit scale or soft-capping.
@@ -155,8 +157,10 @@ class CausalLMActor(TensorDictModuleBase):
             path: folder or hub name.
 
         Keyword Args:
-            dtype: of the weights; float32 keeps master weights for the optimizer. Defaults to ``torch.float32``.
-            attn_implementation: ``"sdpa"``, ``"flash_attention_2"``, ``"flex_attention"``, ... Defaults to ``"sdpa"``.
+            dtype: of the weights; float32 keeps master weights for the optimizer. Defaults to
+                ``torch.float32``.
+            attn_implementation: ``"sdpa"``, ``"flash_attention_2"``, ``"flex_attention"``, ... Defaults to
+                ``"sdpa"``.
             kwargs: as the constructor's.
         """
         model = _transformers().AutoModelForCausalLM.from_pretrained(
@@ -201,7 +205,8 @@ class CausalLMActor(TensorDictModuleBase):
 
 
 class CausalLMCritic(TensorDictModuleBase):
-    """Value of the state in which each policy token is sampled: a causal trunk and a linear float32 head, zero at first.
+    """Value of the state in which each policy token is sampled: a causal trunk and a linear float32 head,
+    zero at first.
 
     Args:
         trunk: a transformers decoder without head (``AutoModel``).
@@ -209,9 +214,9 @@ class CausalLMCritic(TensorDictModuleBase):
     Keyword Args:
         gradient_checkpointing: recompute activations in the backward pass. Defaults to ``False``.
 
-    Reads ``("lm", "input_ids" | "position_ids" | "predict_index" | "final_index")``, writes ``state_value`` (float32
-    ``[1, n, 1]``, reward units) and ``final_value`` (float32 ``[B]``: the value after each row's last token, trailing
-    observation included).
+    Reads ``("lm", "input_ids" | "position_ids" | "predict_index" | "final_index")``, writes ``state_value``
+    (float32 ``[1, n, 1]``, reward units) and ``final_value`` (float32 ``[B]``: the value after each row's
+    last token, trailing observation included).
 
     Examples:
         >>> import torch

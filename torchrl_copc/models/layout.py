@@ -1,4 +1,4 @@
-"""Two layouts of the same rows: policy tokens only (for estimators and losses) and micro-batches of ids (for the models)."""
+"""Two layouts of rows: policy tokens only (estimators, losses) and micro-batches of ids (models)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Policy:
 
 
 def _name(row: TensorDictBase, index: int) -> str:
-    return str(metadata(row)["row_id"]) if METADATA in row.keys() else f"number {index}"
+    return str(metadata(row)["row_id"]) if row.get(METADATA, None) is not None else f"number {index}"
 
 
 def _cat(rows: Sequence[TensorDictBase], key: str | tuple[str, ...]) -> Tensor:
@@ -67,20 +67,21 @@ def _locate(rows: Sequence[TensorDictBase]) -> _Policy:
 def compress(rows: Sequence[TensorDictBase]) -> TensorDict:
     """Gather the policy tokens of rows into TorchRL's "trajectories concatenated along time" layout.
 
-    Context (prompts, observations, template tokens) is dropped, so that the next token is always the next *policy*
-    token of the same response, whatever lies between them in the row.
+    Context (prompts, observations, template tokens) is dropped, so that the next token is always the next
+    *policy* token of the same response, whatever lies between them in the row.
 
     Args:
         rows: trajectories of batch size ``[T_i]`` as made by :meth:`~torchrl_copc.trajectory.Episode.to_row`.
 
     Returns:
-        A ``TensorDict`` of batch size ``[1, N]`` with every leaf ``[1, N, 1]``: ``action_log_prob`` (nats, behaviour),
-        ``policy_version``, ``response_id`` (place of the row in ``rows``), ``position`` (of the policy token within its
-        response, from 0) and ``("next", "reward" | "done" | "terminated" | "truncated")``.
+        A ``TensorDict`` of batch size ``[1, N]`` with every leaf ``[1, N, 1]``: ``action_log_prob`` (nats,
+        behaviour), ``policy_version``, ``response_id`` (place of the row in ``rows``), ``position`` (of the
+        policy token within its response, from 0) and ``("next", "reward" | "done" | "terminated" |
+        "truncated")``.
 
     Raises:
-        RowError: if a row has no policy token, a non-finite behaviour log-prob on one, or ``done`` anywhere else than on
-            its last policy token.
+        RowError: if a row has no policy token, a non-finite behaviour log-prob on one, or ``done`` anywhere
+            else than on its last policy token.
 
     Examples:
         >>> from torchrl_copc.trajectory import Completion, Episode, Prompt
@@ -136,22 +137,24 @@ def micro_batches(
 ) -> list[TensorDict]:
     """Arrange the ids of rows for the models, a bounded number of tokens at a time.
 
-    ``"padded"`` buckets rows of similar length and pads on the right. Under causal attention right padding cannot reach
-    an earlier token, so models need no attention mask. ``"packed"`` lays rows end to end in one sequence whose
-    ``position_ids`` restart at each row; transformers then keeps rows apart (variable-length flash attention, or a block
-    mask under sdpa and flex attention).
+    ``"padded"`` buckets rows of similar length and pads on the right. Under causal attention right padding
+    cannot reach an earlier token, so models need no attention mask. ``"packed"`` lays rows end to end in one
+    sequence whose ``position_ids`` restart at each row; transformers then keeps rows apart (variable-length
+    flash attention, or a block mask under sdpa and flex attention).
 
     Args:
         rows: trajectories of batch size ``[T_i]``.
-        max_tokens: most tokens in one micro-batch, padding included. A longer row gets a micro-batch of its own.
+        max_tokens: most tokens in one micro-batch, padding included. A longer row gets a micro-batch of its
+            own.
         layout: ``"padded"`` (ids ``[B, T]``) or ``"packed"`` (ids ``[1, sum T]``).
         pad_id: id put at padding; its value has no effect.
 
     Returns:
-        One ``TensorDict`` of batch size ``[]`` per micro-batch: ``input_ids``, ``position_ids``, ``attention_mask`` (False
-        at padding), ``predict_index`` ``[n]`` (place in the flattened ids whose hidden state predicts policy token i),
-        ``target_ids`` ``[n]``, ``token_index`` ``[n]`` (place of policy token i in ``compress(rows)``), ``final_index``
-        ``[B]`` (place of each row's last token), ``row_index`` ``[B]`` (place of each row in ``rows``).
+        One ``TensorDict`` of batch size ``[]`` per micro-batch: ``input_ids``, ``position_ids``,
+        ``attention_mask`` (False at padding), ``predict_index`` ``[n]`` (place in the flattened ids whose
+        hidden state predicts policy token i), ``target_ids`` ``[n]``, ``token_index`` ``[n]`` (place of
+        policy token i in ``compress(rows)``), ``final_index`` ``[B]`` (place of each row's last token),
+        ``row_index`` ``[B]`` (place of each row in ``rows``).
 
     Raises:
         RowError: if a row has no policy token, or starts with one (nothing predicts it).

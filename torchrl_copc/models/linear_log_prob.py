@@ -10,7 +10,7 @@ _CHUNK_ELEMENTS = 2**26
 
 
 class _LinearLogProb(torch.autograd.Function):
-    """Keeps hidden states, log-normalisers and entropies; the backward pass computes each chunk's logits again."""
+    """Keeps states, log-normalisers and entropies; the backward pass computes each chunk's logits again."""
 
     @staticmethod
     def forward(ctx, hidden, weight, target, temperature, chunk_size):  # type: ignore[no-untyped-def]
@@ -65,8 +65,9 @@ def linear_log_prob(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of the taken tokens, and the entropy, of ``softmax(hidden @ weight.T / temperature)``.
 
-    Logits are computed in float32 (float64 for float64 states), ``chunk_size`` positions at a time, and once more in the
-    backward pass, so that the full ``[n, V]`` matrix never exists. Differentiable once in ``hidden`` and ``weight``.
+    Logits are computed in float32 (float64 for float64 states), ``chunk_size`` positions at a time, and once
+    more in the backward pass, so that the full ``[n, V]`` matrix never exists. Differentiable once in
+    ``hidden`` and ``weight``.
 
     Args:
         hidden: states ``[n, H]``.
