@@ -19,14 +19,16 @@ def main() -> None:
         "--corpus", default="factbook", help='"factbook" or a JSONL file with {"id", "contents"} on each line'
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="0.0.0.0 to serve other machines; there is no access control"
+        "--host", default="127.0.0.1", help="0.0.0.0 serves other machines, without access control"
     )
     parser.add_argument("--port", type=int, default=8001)
     args = parser.parse_args()
     if args.corpus.startswith(("http://", "https://")):
         parser.error(f"--corpus {args.corpus}: an address is already a server; give a file")
 
-    from torchrl_copc.envs.search.server import create_app, uvicorn
+    import uvicorn
+
+    from torchrl_copc.envs.search.server import create_app
 
     try:
         retriever = make_retriever(args.corpus)

@@ -1,5 +1,4 @@
-"""Text to ids through two doors: control text, which may become special tokens, and ordinary text, which
-never may."""
+"""Text to ids through two doors: control text may become special tokens, ordinary text never does."""
 
 from __future__ import annotations
 

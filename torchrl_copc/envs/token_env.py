@@ -231,7 +231,7 @@ class TokenEnv(EnvBase):
         allowed = min(self.limits.max_turn_tokens, self._remaining(episode))
         if len(completion.token_ids) > allowed:
             raise ValueError(
-                f"row {episode.row_id}: the engine returned {len(completion.token_ids)} tokens, {allowed} were asked"
+                f"row {episode.row_id}: {len(completion.token_ids)} sampled tokens where {allowed} were asked for"
             )
         length, text, stopped = self._trim(completion.token_ids)
         episode.append_completion(completion.truncated(length))
@@ -310,8 +310,7 @@ class TokenEnv(EnvBase):
             )
             raise PrefixError(
                 f"row {episode.row_id}: the ids changed from position {at} on since the environment last touched "
-                f"them ({len(episode.seen)} ids then, {len(episode.token_ids)} now); an episode is append-only and "
-                "only its environment appends"
+                f"them ({len(episode.seen)} ids then, {len(episode.token_ids)} now); only the environment may append"
             )
 
     def _trim(self, token_ids: Sequence[int]) -> tuple[int, str, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torchrl_copc.envs.search.retriever import Passage, RetrieverError, ScoredPassage
@@ -44,10 +45,8 @@ class HTTPRetriever:
         max_connections: int = 64,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        try:
-            import httpx
-        except ImportError as error:
-            raise ImportError('an HTTP retriever needs httpx: pip install "torchrl_copc[envs]"') from error
+        if find_spec("httpx") is None:
+            raise ImportError('an HTTP retriever needs httpx: pip install "torchrl_copc[envs]"')
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"retriever {url!r} is not an address; write http://host:port/retrieve")
         self.url = url
@@ -116,8 +115,8 @@ class HTTPRetriever:
             result = [[_scored(item) for item in passages] for passages in response.json()["result"]]
         except (ValueError, KeyError, TypeError) as error:
             raise RetrieverError(
-                f'{self.url} answered {response.text[:200]!r}; needed {{"result": [[{{"document": {{"id", "contents"}}, '
-                f'"score"}}]]}} ({type(error).__name__}: {error})'
+                f"{self.url} answered {response.text[:200]!r}; needed "
+                f'{{"result": [[{{"document": {{"id", "contents"}}, "score"}}]]}} ({type(error).__name__}: {error})'
             ) from error
         if len(result) != expected:
             raise RetrieverError(f"{self.url} answered {len(result)} result lists to {expected} queries")

@@ -114,9 +114,9 @@ class SearchR1Protocol(SearchProtocol):
     def _prompt_frame(self, search_turns: int) -> tuple[list[int], list[int]]:
         text = (
             "Answer the question at the end. Think between <think> and </think> before every step. "
-            "To look something up, write <search> query </search>; what is found comes back between <information> and "
-            f"</information>. You may search up to {search_turns} times. Once you know the answer, write it and nothing "
-            "else between <answer> and </answer>, for instance <answer> Mount Logan </answer>.\n\n"
+            "To look something up, write <search> query </search>; what is found comes back between <information> "
+            f"and </information>. You may search up to {search_turns} times. Once you know the answer, write it and "
+            "nothing else between <answer> and </answer>, for instance <answer> Mount Logan </answer>.\n\n"
             f"Question:{_QUESTION}\n"
         )
         tokenizer = self.codec.tokenizer
@@ -153,7 +153,7 @@ class TinyProtocol(SearchProtocol):
         missing = [tag for tag in (*tags, "<answer>", "</answer>") if self.codec.single_id(tag) is None]
         if missing:
             raise ValueError(
-                f"protocol='tiny' needs a tokenizer in which every tag is one token; this one splits {missing}. "
+                f"protocol='tiny' needs a tokenizer in which every tag is one token; this splits {missing}. "
                 "Use the tiny model's tokenizer, or protocol='search_r1'"
             )
         return self.codec.control("<user>"), self.codec.control("<assistant>")
@@ -169,8 +169,8 @@ class HermesProtocol(SearchProtocol):
 
     search_tag = "tool_call"
     invalid_action = (
-        'That was neither a valid tool call nor an answer. Write <tool_call>{"name": "search", "arguments": {"query": '
-        '"..."}}</tool_call> to search, or <answer> answer </answer> to answer.\n'
+        'That was neither a valid tool call nor an answer. Write <tool_call>{"name": "search", "arguments": '
+        '{"query": "..."}}</tool_call> to search, or <answer> answer </answer> to answer.\n'
     )
 
     tool: Mapping[str, Any] = {
@@ -220,7 +220,7 @@ class HermesProtocol(SearchProtocol):
         tokenizer = self.codec.tokenizer
         if tokenizer.chat_template is None:
             raise ValueError(
-                "protocol='hermes' needs a tokenizer with a chat template; use protocol='search_r1' for a base model"
+                "protocol='hermes' needs a tokenizer with a chat template; a base model takes protocol='search_r1'"
             )
         knows_tools = "tools" in str(tokenizer.chat_template)
         described = (
@@ -231,8 +231,9 @@ class HermesProtocol(SearchProtocol):
         )
         text = (
             f"Answer the question at the end. {'' if knows_tools else described}"
-            f"You may call the search tool up to {search_turns} times, one call a turn. Once you know the answer, write it "
-            "and nothing else between <answer> and </answer>, for instance <answer> Mount Logan </answer>.\n\n"
+            f"You may call the search tool up to {search_turns} times, one call a turn. Once you know the answer, "
+            "write it and nothing else between <answer> and </answer>, for instance <answer> Mount Logan </answer>."
+            "\n\n"
             f"Question:{_QUESTION}\n"
         )
         tools = [dict(self.tool)] if knows_tools else None
