@@ -65,16 +65,17 @@ def load_corpus(passage_words: int = 100, *, per_field: bool = False) -> list[Pa
 
     Args:
         passage_words: most words of a passage, title not counted. Subfields are split only when longer.
-        per_field: start a new passage at every field, with the field's name first, instead of filling it up
-            with the fields of a section: for models of small context, the fact stands at the front.
+        per_field: start a new passage at every field instead of filling it up with the fields of a section,
+            and begin its text with the title. Made for models of small context: the fact stands at the front,
+            next to its name.
 
     Raises:
         ImportError: if the package with the text is not installed.
         ValueError: if ``passage_words`` is not positive.
 
     >>> corpus = load_corpus(24, per_field=True)
-    >>> next(p.text for p in corpus if p.title == "Germany" and p.text.startswith("Capital"))[:21]
-    'Capital: name: Berlin'
+    >>> next(p.text for p in corpus if p.title == "Germany: Capital")[:30]
+    'Germany: Capital: name: Berlin'
     """
     if passage_words < 1:
         raise ValueError(f"passage_words={passage_words}: a passage holds at least one word")
@@ -317,8 +318,9 @@ def _section_texts(country: Country, passage_words: int) -> Iterator[tuple[str, 
 
 def _field_texts(country: Country, passage_words: int) -> Iterator[tuple[str, str]]:
     for (_, field), units in _units(country, depth=2).items():
-        for text in _pack(units, max(1, passage_words - len(field.split()))):
-            yield country.name, f"{field}: {text}"
+        for text in _pack(units, passage_words):
+            title = f"{country.name}: {field}"
+            yield title, f"{title}: {text}"
 
 
 def _units(country: Country, depth: int) -> dict[tuple[str, ...], list[str]]:
