@@ -231,7 +231,7 @@ class TokenEnv(EnvBase):
         allowed = min(self.limits.max_turn_tokens, self._remaining(episode))
         if len(completion.token_ids) > allowed:
             raise ValueError(
-                f"row {episode.row_id}: {len(completion.token_ids)} sampled tokens where {allowed} were asked for"
+                f"row {episode.row_id}: {len(completion.token_ids)} tokens sampled where {allowed} were allowed"
             )
         length, text, stopped = self._trim(completion.token_ids)
         episode.append_completion(completion.truncated(length))
@@ -309,8 +309,8 @@ class TokenEnv(EnvBase):
                 min(len(episode.token_ids), len(episode.seen)),
             )
             raise PrefixError(
-                f"row {episode.row_id}: the ids changed from position {at} on since the environment last touched "
-                f"them ({len(episode.seen)} ids then, {len(episode.token_ids)} now); only the environment may append"
+                f"row {episode.row_id}: the ids from position {at} on are not those the environment left "
+                f"({len(episode.seen)} ids then, {len(episode.token_ids)} now); nothing else may touch them"
             )
 
     def _trim(self, token_ids: Sequence[int]) -> tuple[int, str, bool]:

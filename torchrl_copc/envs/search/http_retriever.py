@@ -115,8 +115,8 @@ class HTTPRetriever:
             result = [[_scored(item) for item in passages] for passages in response.json()["result"]]
         except (ValueError, KeyError, TypeError) as error:
             raise RetrieverError(
-                f"{self.url} answered {response.text[:200]!r}; needed "
-                f'{{"result": [[{{"document": {{"id", "contents"}}, "score"}}]]}} ({type(error).__name__}: {error})'
+                f"{self.url} answered {response.text[:200]!r} ({type(error).__name__}: {error}); "
+                'needed {"result": [[{"document": {"id", "contents"}, "score"}]]}'
             ) from error
         if len(result) != expected:
             raise RetrieverError(f"{self.url} answered {len(result)} result lists to {expected} queries")

@@ -114,9 +114,10 @@ class SearchR1Protocol(SearchProtocol):
     def _prompt_frame(self, search_turns: int) -> tuple[list[int], list[int]]:
         text = (
             "Answer the question at the end. Think between <think> and </think> before every step. "
-            "To look something up, write <search> query </search>; what is found comes back between <information> "
-            f"and </information>. You may search up to {search_turns} times. Once you know the answer, write it and "
-            "nothing else between <answer> and </answer>, for instance <answer> Mount Logan </answer>.\n\n"
+            "To look something up, write <search> query </search>; what is found comes back between "
+            f"<information> and </information>. You may search up to {search_turns} times. Once you know the "
+            "answer, write it and nothing else between <answer> and </answer>, for instance "
+            "<answer> Mount Logan </answer>.\n\n"
             f"Question:{_QUESTION}\n"
         )
         tokenizer = self.codec.tokenizer
@@ -220,7 +221,8 @@ class HermesProtocol(SearchProtocol):
         tokenizer = self.codec.tokenizer
         if tokenizer.chat_template is None:
             raise ValueError(
-                "protocol='hermes' needs a tokenizer with a chat template; a base model takes protocol='search_r1'"
+                "protocol='hermes' needs a tokenizer with a chat template; "
+                "use protocol='search_r1' for a base model"
             )
         knows_tools = "tools" in str(tokenizer.chat_template)
         described = (
@@ -231,9 +233,9 @@ class HermesProtocol(SearchProtocol):
         )
         text = (
             f"Answer the question at the end. {'' if knows_tools else described}"
-            f"You may call the search tool up to {search_turns} times, one call a turn. Once you know the answer, "
-            "write it and nothing else between <answer> and </answer>, for instance <answer> Mount Logan </answer>."
-            "\n\n"
+            f"You may call the search tool up to {search_turns} times, one call a turn. Once you know the "
+            "answer, write it and nothing else between <answer> and </answer>, for instance "
+            "<answer> Mount Logan </answer>.\n\n"
             f"Question:{_QUESTION}\n"
         )
         tools = [dict(self.tool)] if knows_tools else None

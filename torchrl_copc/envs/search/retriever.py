@@ -165,8 +165,8 @@ class LocalRetriever:
                 (-score, self._searcher.doc(address)["number"][0])
                 for score, address in self._searcher.search(parsed, limit, count=False).hits
             ]
-            # Passages that tie with the last one wanted may lie beyond the limit: which of them is returned must
-            # not depend on the index's layout.
+            # Passages that tie with the last one wanted may lie beyond the limit, and the index's layout must not
+            # decide which of them is returned.
             if len(hits) < limit or hits[-1][0] > hits[top_k - 1][0]:
                 break
             limit *= 4
