@@ -1,0 +1,211 @@
+"""The backward recursion shared by all advantage channels, and COPC's advantage estimate on it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+Trace = Literal["step", "product", "cut"]
+AdvantageForm = Literal["full", "continuation"]
+
+
+def backward_scan(coeff: Tensor, bias: Tensor, *, time_dim: int = -2) -> Tensor:
+    """Solve ``x_t = bias_t + coeff_t * x_{t+1}`` with ``x = 0`` past the end, for all steps at once.
+
+    Pairs of neighbouring steps are folded into one until a single step remains, then unfolded: O(T) work in
+        O(log T)
+    tensor operations and without a division, so that ``coeff_t = 0`` (a boundary between packed responses) is
+    exact. See Blelloch, "Prefix sums and their applications" (https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf).
+
+    Args:
+        coeff: coefficients, broadcastable against ``bias``; 0 where nothing may flow back from the next step.
+        bias: inhomogeneous terms, any shape with a time dimension.
+        time_dim: dimension of time in the broadcast shape.
+
+    Returns:
+        ``x`` with the broadcast shape; differentiable in both arguments.
+
+    Examples:
+        >>> import torch
+        >>> backward_scan(torch.tensor([0.5, 0.0, 0.5]), torch.tensor([1.0, 2.0, 4.0]), time_dim=-1)
+        tensor([2., 2., 4.])
+    """
+    shape = torch.broadcast_shapes(coeff.shape, bias.shape)  # type: ignore[no-untyped-call]
+    coeff, bias = coeff.expand(shape), bias.expand(shape)
+    return _odd_even(coeff.movedim(time_dim, -1), bias.movedim(time_dim, -1)).movedim(-1, time_dim)
+
+
+def _odd_even(coeff: Tensor, bias: Tensor) -> Tensor:
+    length = bias.shape[-1]
+    if length <= 1:
+        return bias
+    odd_length = length % 2
+    coeff_even, coeff_odd = coeff[..., 0::2], pad(coeff[..., 1::2], (0, odd_length))
+    bias_even, bias_odd = bias[..., 0::2], pad(bias[..., 1::2], (0, odd_length))
+    x_even = _odd_even(coeff_even * coeff_odd, bias_even + coeff_even * bias_odd)
+    x_odd = bias_odd + coeff_odd * pad(x_even[..., 1:], (0, 1))
+    return torch.stack((x_even, x_odd), -1).flatten(-2)[..., :length]
+
+
+def log_ratio_bounds(eta: float, eps_low: float, eps_high: float) -> tuple[float, float]:
+    """Logarithms of the ends of the ratio interval ``I(eta) = [max(0, 1 - eta*eps_low), 1 + eta*eps_high]``.
+
+    A smaller ``eta`` is a narrower interval. Source: COPC (arXiv 2610.09597).
+
+    Args:
+        eta: width of the interval, at least 0; 0 gives ``(0.0, 0.0)``.
+        eps_low: width below 1 at ``eta = 1``, at least 0.
+        eps_high: width above 1 at ``eta = 1``, at least 0; may be infinite.
+
+    Raises:
+        ValueError: if an argument is negative or NaN, with its name and value.
+
+    Examples:
+        >>> [round(math.exp(bound), 2) for bound in log_ratio_bounds(0.5, 0.4, 0.56)]
+        [0.8, 1.28]
+        >>> log_ratio_bounds(3.0, 0.4, 0.56)[0]
+        -inf
+    """
+    for name, value in (("eta", eta), ("eps_low", eps_low), ("eps_high", eps_high)):
+        if not value >= 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
+    if eta == 0:
+        return 0.0, 0.0
+    low = 1 - eta * eps_low
+    return math.log(low) if low > 0 else -math.inf, math.log1p(eta * eps_high)
+
+
+def clipped_ratio(log_ratio: Tensor, *, eta: float, eps_low: float, eps_high: float) -> Tensor:
+    """``c_t = clip(rho_t, I(eta))`` from the log-ratio, clamped in log space so that ``exp`` cannot overflow.
+
+    Args:
+        log_ratio: ``log pi - log mu`` in nats, any shape.
+        eta, eps_low, eps_high: the interval, see :func:`log_ratio_bounds`.
+
+    Returns:
+        The clipped ratio, detached: ``c_t`` is a frozen weight, never a path for gradients.
+
+    Examples:
+        >>> import torch
+        >>> clipped_ratio(torch.tensor([-9.0, 0.0, 900.0]), eta=0.5, eps_low=0.4, eps_high=0.56)
+        tensor([0.8000, 1.0000, 1.2800])
+    """
+    low, high = log_ratio_bounds(eta, eps_low, eps_high)
+    return log_ratio.detach().clamp(low, high).exp()
+
+
+def check_form(trace: str, advantage: str) -> None:
+    """Refuse an unknown trace or advantage form, naming the accepted ones."""
+    for name, value, accepted in (("trace", trace, Trace), ("advantage", advantage, AdvantageForm)):
+        if value not in get_args(accepted):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(accepted))}, got {value!r}")
+
+
+def copc_advantage_estimate(
+    gamma: float | Tensor,
+    lmbda: float | Tensor,
+    log_ratio: Tensor,  # [*B, T, F] or [*B, T, 1]
+    state_value: Tensor,  # [*B, T, F]
+    next_state_value: Tensor,  # [*B, T, F]
+    reward: Tensor,  # [*B, T, F]
+    done: Tensor,  # [*B, T, F] bool
+    terminated: Tensor | None = None,  # [*B, T, F] bool
+    *,
+    eta: float = 0.5,
+    eps_low: float = 0.4,
+    eps_high: float = 0.56,
+    trace: Trace = "step",
+    advantage: AdvantageForm = "full",
+    lmbda_critic: float | Tensor | None = None,
+    time_dim: int = -2,
+) -> tuple[Tensor, Tensor]:
+    """COPC's clipped-ratio advantage and value target.
+
+    One backward recursion over the weights ``c_t = clip(rho_t, I(eta))`` gives everything::
+
+        delta_t = R_t + gamma*V_{t+1} - V_t
+        X_t = c_t*delta_t + gamma*lmbda*e_t*X_{t+1}          X = 0 past the end of a trajectory
+        value_target_t = V_t + X_t
+        advantage_t = X_t                                    advantage="full"
+                    = delta_t + gamma*lmbda*X_{t+1}          advantage="continuation"
+        e_t = 1 (trace="step") | c_t (trace="product") | min(1, c_t) (trace="cut")
+
+    ``eta=0`` makes ``c_t = 1``: the result is GAE (arXiv 1506.02438) bit for bit through the same scan, for
+    every ``lmbda``, trace and advantage form. Source: COPC (arXiv 2610.09597); which trace and form the
+    method means is open, see :class:`~torchrl_copc.value.COPCEstimator`.
+
+    Args:
+        gamma: discount per step, a number or a tensor that broadcasts to the values.
+        lmbda: trace decay, a number or a tensor that broadcasts to ``[*B, T, 1]`` (length-adaptive decays).
+        log_ratio: frozen learner log-prob minus behaviour log-prob of each action, nats, ``[*B, T, F]`` or
+            ``[*B, T, 1]``. Carries no gradient into the result.
+        state_value: value of the state in which the action was taken, ``[*B, T, F]``, reward units.
+        next_state_value: value of the state it led to; ignored where ``terminated``.
+        reward: reward of the action.
+        done: True on the last step of each trajectory; nothing flows back across it.
+        terminated: True where the episode ended and there is nothing to bootstrap from. Defaults to ``done``.
+        eta: width of the interval on the advantage side (``eta_A``).
+        eps_low, eps_high: widths of the interval at ``eta = 1``.
+        trace: how weights accumulate along a trajectory.
+        advantage: whether the advantage repeats the weight of its own step.
+        lmbda_critic: trace decay of the value target; ``None`` means ``lmbda``, and a single scan.
+        time_dim: dimension of time.
+
+    Returns:
+        ``(advantage, value_target)``, each ``[*B, T, F]``.
+
+    Raises:
+        ValueError: if shapes differ, or for an unknown trace, advantage form or a negative interval width.
+
+    Examples:
+        >>> import torch
+        >>> value = torch.zeros(1, 3, 1)
+        >>> reward = torch.tensor([0.0, 0.0, 1.0]).view(1, 3, 1)
+        >>> done = torch.tensor([False, False, True]).view(1, 3, 1)
+        >>> log_ratio = torch.tensor([0.0, 0.0, 2.0]).view(1, 3, 1)
+        >>> advantage, target = copc_advantage_estimate(1.0, 1.0, log_ratio, value, value, reward, done)
+        >>> advantage.flatten()
+        tensor([1.2800, 1.2800, 1.2800])
+    """
+    check_form(trace, advantage)
+    if terminated is None:
+        terminated = done
+    _check_shapes(log_ratio, state_value, next_state_value, reward, done, terminated)
+
+    ratio = clipped_ratio(log_ratio, eta=eta, eps_low=eps_low, eps_high=eps_high)
+    # where, not a product: the value past a terminal state may be anything, NaN included
+    delta = reward + gamma * torch.where(terminated, 0.0, next_state_value) - state_value
+    bias = ratio * delta
+
+    def scan(decay: float | Tensor) -> tuple[Tensor, Tensor]:
+        flow = torch.where(done, 0.0, gamma * decay * torch.ones_like(delta))
+        if trace == "product":
+            return flow, backward_scan(flow * ratio, bias, time_dim=time_dim)
+        if trace == "cut":
+            return flow, backward_scan(flow * ratio.clamp(max=1.0), bias, time_dim=time_dim)
+        return flow, backward_scan(flow, bias, time_dim=time_dim)
+
+    flow, x = scan(lmbda)
+    target = state_value + (x if lmbda_critic is None else scan(lmbda_critic)[1])
+    if advantage == "full":
+        return x, target
+    x_next = torch.cat(
+        (x.narrow(time_dim, 1, x.shape[time_dim] - 1), torch.zeros_like(x.narrow(time_dim, 0, 1))), time_dim
+    )
+    # Where the weight is exactly 1 both forms are the same number; reading it from the scan keeps eta = 0
+    # equal to GAE in the last bit, since the scan rounds in another order than the one-step recursion.
+    return torch.where(ratio == 1, x, delta + flow * x_next), target
+
+
+def _check_shapes(log_ratio: Tensor, state_value: Tensor, *others: Tensor) -> None:
+    shape = state_value.shape
+    if any(other.shape != shape for other in others) or log_ratio.shape not in (shape, (*shape[:-1], 1)):
+        raise ValueError(
+            "state_value, next_state_value, reward, done and terminated must share one shape [*B, T, F], and "
+            f"log_ratio have it too or be [*B, T, 1]; got {[tuple(t.shape) for t in (state_value, *others)]} "
+            f"and log_ratio {tuple(log_ratio.shape)}"
+        )
