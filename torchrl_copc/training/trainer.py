@@ -1,0 +1,360 @@
+"""The training loop.
+
+    every rank                                   rank 0 only
+    ----------                                   -----------
+                                                 collector.next()      waits for a batch the rules allow
+    rows <───────────── scatter ──────────────── rows, oldest first
+    learner.update(rows)                         (episodes go on meanwhile, in the worker)
+    learner.actor_weights(), score(probe)        collector.advance(version + 1)
+                                                 publisher.publish()   engine pauses, loads, resumes; probe
+    stop? <──────────── all-reduce ───────────── SIGTERM / SIGINT, max_minutes, total_versions
+    checkpoint (all ranks write their shards)    + collector frontier and buffer
+
+Who waits on whom: ranks wait for rank 0's batch; rank 0 waits for the collector, where no row runs longer than
+``collector.row_deadline``; the engine waits for the publisher while it is paused, each step under ``engine.step_timeout``.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import threading
+import time
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from tensordict import TensorDictBase
+
+from torchrl_copc.models.causal_lm import CausalLMActor, CausalLMCritic
+from torchrl_copc.training import report as reports
+from torchrl_copc.training.checkpoint import export_actor, find_checkpoint, load_checkpoint, save_checkpoint
+from torchrl_copc.training.config import ConfigError, TrainConfig, check, config_hash
+from torchrl_copc.training.learner import Learner, start_process_group
+from torchrl_copc.training.rollouts import Rollouts, call_target
+from torchrl_copc.training.run_folder import RunFolder, revision
+from torchrl_copc.trajectory import POLICY_MASK
+
+STOPPED = 143  # exit code of a run that a signal stopped and that can be resumed
+
+
+def run(cfg: Any) -> int:
+    """Train as configured: the whole of ``scripts/train_*.py``.
+
+    Args:
+        cfg: composed configuration (:class:`~torchrl_copc.training.config.TrainConfig`).
+
+    Returns:
+        exit code: 0, or 143 when a signal stopped the run after it had written a checkpoint.
+    """
+    config: TrainConfig = OmegaConf.to_object(cfg)
+    check(config)
+    if config.logging.threads:
+        torch.set_num_threads(config.logging.threads)
+    start_process_group(config.learner.device)
+    trainer = Trainer(config, OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
+    try:
+        return trainer.run()
+    finally:
+        trainer.close()
+        dist.destroy_process_group()
+
+
+def model_path(name: str) -> str:
+    """Where a model's files are; ``asset:NAME`` is one shipped in the package."""
+    if not name.startswith("asset:"):
+        return name
+    path = resources.files("torchrl_copc") / "assets" / name.removeprefix("asset:")
+    if not path.is_dir():
+        raise ConfigError(f"model.path={name!r}: the package ships no model of that name")
+    return str(path)
+
+
+class Trainer:
+    """One run: learner on every rank, rollouts and run folder on rank 0.
+
+    Args:
+        config: typed configuration.
+        resolved: the same as plain OmegaConf, to be saved and hashed.
+    """
+
+    def __init__(self, config: TrainConfig, resolved: Any) -> None:
+        self.config, self.resolved = config, resolved
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.folder: RunFolder | None = None
+        self.rollouts: Rollouts | None = None
+        self.loggers: list[Any] = []
+        self.before: reports.Summary = {}
+        self.tokens, self.seconds = 0, 0.0
+        self._stop_signal = 0
+        path = model_path(config.model.path)
+        checkpoint = self._find_checkpoint()
+        if self.rank == 0:
+            self.folder = self._open_folder(checkpoint)
+        run_path = self._broadcast(self.folder.path if self.folder else None)
+        self.run_path = Path(run_path)
+        self.learner = build_learner(config, path, self.run_path / "nonfinite")
+        state = load_checkpoint(self.learner, checkpoint) if checkpoint else None
+        if self.rank == 0:
+            self._say(
+                f"run folder {self.run_path}; starting the rollout engine, log in {self.run_path}/worker.log"
+            )
+            self.rollouts = Rollouts(config, path, self.run_path / "worker.log")
+            if state is not None:
+                self._restore(state)
+            self._open_loggers()
+        self._catch_signals()
+
+    # one run
+
+    def run(self) -> int:
+        """Evaluate, train, evaluate, report."""
+        self._publish()
+        if self.rollouts and not self.before:
+            self.before = self._evaluate("before")
+        began, earlier = time.monotonic(), self.seconds
+        while not self._should_stop(began):
+            self._train_one_batch()
+            self.seconds = earlier + time.monotonic() - began
+            every = self.config.checkpoint_every
+            if every and self.learner.version % every == 0:
+                self._checkpoint()
+        self._checkpoint()
+        if self._any(self._stop_signal):
+            self._say(f"stopped by signal {self._stop_signal}; continue with resume={self.run_path}")
+            return STOPPED
+        self._finish()
+        return 0
+
+    def _train_one_batch(self) -> None:
+        began = time.monotonic()
+        all_rows: list[TensorDictBase] = self.rollouts.collector.next() if self.rollouts else []
+        waited = time.monotonic() - began
+        version = self.learner.version
+        metrics = self.learner.update(self._scatter(all_rows))
+        if self.rollouts:
+            self.rollouts.collector.advance(version + 1)
+        sync_began = time.monotonic()
+        push = self._publish()
+        if not (self.rollouts and self.folder):
+            return
+        tokens = sum(int(row.get(POLICY_MASK).sum()) for row in all_rows)
+        self.tokens += tokens
+        now = time.monotonic()
+        metrics |= {name: s["mean"] for name, s in reports.summarize(all_rows).items()}
+        metrics |= push | {
+            "version": self.learner.version,
+            "policy_tokens": tokens,
+            "time_wait": waited,
+            "time_sync": now - sync_began,
+            "time_step": now - began,
+        }
+        metrics |= {
+            f"collector_{name}": float(value)
+            for name, value in self.rollouts.collector.stats().items()
+            if not name.startswith(("staleness", "batch_staleness"))
+        }
+        self.folder.append_metrics(metrics)
+        for logger in self.loggers:
+            for name, value in metrics.items():
+                logger.log_scalar(name, value, step=self.learner.version)
+        every = self.config.logging.transcript_every
+        if every and version % every == 0:
+            self._write_transcripts(f"train-{version:05d}", all_rows)
+        self._say(progress_line(metrics, self.config.total_versions))
+
+    def _publish(self) -> dict[str, float]:
+        """Collective: gather the actor's weights and hand them to the engine."""
+        weights = self.learner.actor_weights(device="cpu")
+        probe = self._broadcast(self.rollouts.probe if self.rollouts else None)
+        scores = self.learner.score(probe)
+        if not self.rollouts:
+            return {}
+        push = self.rollouts.publish(weights, scores, self.learner.version)
+        if push is None:
+            return {}
+        return {"push_noise_mean": push.noise_mean, "push_noise_max": push.noise_max}
+
+    def _evaluate(self, name: str) -> reports.Summary:
+        assert self.rollouts
+        settings = self.config.evaluation
+        prompts = call_target(self.config.task.test)
+        if (
+            len(prompts) > settings.num_questions
+        ):  # a fixed sample, the same before and after and in every run
+            prompts = random.Random(settings.seed).sample(prompts, settings.num_questions)
+        self._say(f"evaluating {len(prompts)} held-out questions ({name} training)")
+        rows = self.rollouts.evaluate(prompts, settings.temperature)
+        self._write_transcripts(name, rows)
+        return reports.summarize(rows)
+
+    def _finish(self) -> None:
+        """Evaluation after training, report, and the model in Hugging Face format."""
+        if self.config.collector.lag:  # the engine was held back; what is evaluated is the learner
+            if self.rollouts:
+                self.rollouts.collector.lag = 0
+            self._publish()
+        export_actor(self.learner, self.run_path / "model", self.tokenizer)
+        if not (self.rollouts and self.folder):
+            return
+        after = self._evaluate("after")
+        stats = self.rollouts.collector.stats()
+        result = {
+            "before": self.before,
+            "after": after,
+            "difference": reports.difference(self.before, after),
+            "staleness": {k: stats[f"staleness_{k}"] for k in ("mean", "p50", "p95", "max")},
+            "tok_s": self.tokens / self.seconds if self.seconds else math.nan,
+            "seed": self.config.seed,
+            "revision": revision(),
+            "config_hash": config_hash(self.resolved),
+            "versions": self.learner.version,
+            "train_seconds": self.seconds,
+        }
+        reports.write_report(self.run_path, result)
+        reports.plot_curves(self.run_path, self.folder.history())
+        reports.print_report(result)
+        self._say(f"report, curves and transcripts in {self.run_path}; ask the agent: scripts/ask.py")
+
+    # parts
+
+    def _find_checkpoint(self) -> Path | None:
+        return find_checkpoint(self.config.resume) if self.config.resume else None
+
+    def _open_folder(self, checkpoint: Path | None) -> RunFolder:
+        c = self.config
+        if checkpoint is not None:
+            folder = RunFolder(checkpoint.parents[1])
+            folder.link_latest()
+        else:
+            folder = RunFolder.create(c.run_root, c.run_name, f"{c.task.name}-{c.method.name}")
+        folder.write_config(self.resolved)
+        return folder
+
+    def _open_loggers(self) -> None:
+        if self.config.logging.tensorboard:
+            from torchrl.record.loggers import TensorboardLogger
+
+            self.loggers.append(TensorboardLogger("tensorboard", log_dir=str(self.run_path)))
+        if self.config.logging.wandb_project:
+            from torchrl.record.loggers import WandbLogger
+
+            self.loggers.append(WandbLogger(self.run_path.name, project=self.config.logging.wandb_project))
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        assert self.rollouts and self.folder
+        self.rollouts.load_state_dict(state["rollouts"])
+        self.before, self.tokens, self.seconds = state["before"], state["tokens"], state["seconds"]
+        self.folder.drop_metrics_after(self.learner.version)
+        self._say(f"resumed at version {self.learner.version}")
+
+    def _checkpoint(self) -> None:
+        extra = None
+        if self.rollouts:
+            extra = {
+                "rollouts": self.rollouts.state_dict(),
+                "before": self.before,
+                "tokens": self.tokens,
+                "seconds": self.seconds,
+            }
+        save_checkpoint(self.learner, self.run_path / "checkpoints", extra, keep=self.config.keep_checkpoints)
+
+    def _should_stop(self, began: float) -> bool:
+        minutes = (time.monotonic() - began) / 60
+        limit = self.config.max_minutes
+        mine = self._stop_signal or (limit is not None and minutes >= limit)
+        return self.learner.version >= self.config.total_versions or self._any(mine)
+
+    def _catch_signals(self) -> None:
+        """The first SIGTERM or SIGINT ends the run after the batch in hand, with a checkpoint; the second at once."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def stop(number: int, _: Any) -> None:
+            self._say(
+                f"signal {number}: stopping after this batch, with a checkpoint (again to stop at once)"
+            )
+            self._stop_signal = number
+            signal.signal(number, signal.SIG_DFL)
+
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+
+    def _scatter(self, rows: list[TensorDictBase]) -> list[TensorDictBase]:
+        if self.world_size == 1:
+            return rows
+        parts = [rows[rank :: self.world_size] for rank in range(self.world_size)] if self.rank == 0 else None
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, parts, src=0)
+        part: list[TensorDictBase] = received[0]
+        return part
+
+    def _broadcast(self, value: Any) -> Any:
+        box = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def _any(self, flag: Any) -> bool:
+        reduced = torch.tensor(float(bool(flag)))
+        dist.all_reduce(reduced, dist.ReduceOp.MAX)
+        return bool(reduced)
+
+    def _write_transcripts(self, name: str, rows: list[TensorDictBase]) -> None:
+        path = self.run_path / "transcripts" / f"{name}.txt"
+        reports.write_transcripts(path, rows, self._decode, self.config.evaluation.transcripts)
+
+    @property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        if not hasattr(self, "_tokenizer"):
+            self._tokenizer = AutoTokenizer.from_pretrained(model_path(self.config.model.path))
+        return self._tokenizer
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Stop the worker and its engine."""
+        if self.rollouts:
+            self.rollouts.close()
+
+
+def build_learner(config: TrainConfig, path: str, dump_dir: Path) -> Learner:
+    """Actor, critic, loss and value estimator of a run."""
+    model = config.model
+    shared = {
+        "attn_implementation": model.attn_implementation,
+        "gradient_checkpointing": model.gradient_checkpointing,
+    }
+    torch.manual_seed(config.seed)
+    actor = CausalLMActor.from_pretrained(path, temperature=config.collector.temperature, **shared)
+    critic = CausalLMCritic.from_pretrained(
+        model_path(model.critic_path) if model.critic_path else path, **shared
+    )
+    loss = call_target(config.method.loss, actor, critic, functional=False)
+    estimator = call_target(config.method.value_estimator, value_network=None)
+    return Learner(config.learner, actor, critic, loss, estimator, dump_dir=dump_dir)
+
+
+def progress_line(metrics: dict[str, float], total: int) -> str:
+    """One line a step for a person at a terminal."""
+    m = metrics
+    train = m["time_frozen"] + m["time_forward"] + m["time_backward"] + m["time_optimizer"]
+    return (
+        f"{int(m['version']):4d}/{total}  reward {m['reward']:.3f}  em {m['em']:.2f}  search {m['search_rate']:.2f}  "
+        f"stale {m['staleness_mean']:.1f}  kept {m.get('kept_fraction', math.nan):.3f}  "
+        f"{m['policy_tokens'] / m['time_step']:.0f} tok/s  | step {m['time_step']:.1f} s: wait {m['time_wait']:.1f}, "
+        f"frozen {m['time_frozen']:.1f}, fwd {m['time_forward']:.1f}, bwd {m['time_backward']:.1f}, "
+        f"sync {m['time_sync']:.1f}, other {m['time_step'] - m['time_wait'] - m['time_sync'] - train:.1f}"
+    )
