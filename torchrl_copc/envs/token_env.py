@@ -231,7 +231,7 @@ class TokenEnv(EnvBase):
         allowed = min(self.limits.max_turn_tokens, self._remaining(episode))
         if len(completion.token_ids) > allowed:
             raise ValueError(
-                f"row {episode.row_id}: {len(completion.token_ids)} tokens sampled where {allowed} were allowed"
+                f"row {episode.row_id}: {len(completion.token_ids)} tokens sampled, {allowed} were allowed"
             )
         length, text, stopped = self._trim(completion.token_ids)
         episode.append_completion(completion.truncated(length))

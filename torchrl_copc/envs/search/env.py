@@ -62,11 +62,15 @@ class SearchEnv(TokenEnv):
         passage_format: str | None = None,
         prompts: Sequence[Prompt] = (),
     ) -> None:
-        if search_turns < 0 or top_k < 1 or search_timeout <= 0:
-            raise ValueError(
-                f"search_turns={search_turns}, top_k={top_k}, search_timeout={search_timeout}: "
-                "search_turns must be at least 0, top_k at least 1, search_timeout above 0 seconds"
-            )
+        for name, value, least in (
+            ("search_turns", search_turns, 0),
+            ("top_k", top_k, 1),
+            ("max_passage_tokens", max_passage_tokens, 1),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}; it must be at least {least}")
+        if search_timeout <= 0:
+            raise ValueError(f"search_timeout={search_timeout} s; it must be above 0")
         limits = TurnLimits(search_turns + 1, max_turn_tokens, max_observation_tokens, max_response_tokens)
         chosen = protocol_type(protocol)
         super().__init__(tokenizer, limits, stop_tags=chosen.stop_tags(), prompts=prompts)

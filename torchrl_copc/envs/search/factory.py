@@ -30,7 +30,7 @@ def make_retriever(retriever: str, **options: Any) -> Retriever:
         return HTTPRetriever(retriever, **options)
     if options:
         raise ValueError(
-            f"retriever={retriever!r} is a path and takes no retriever_options, got {sorted(options)}"
+            f"retriever={retriever!r} is a path and takes no retriever_options: {sorted(options)}"
         )
     return LocalRetriever(read_jsonl_corpus(retriever))
 

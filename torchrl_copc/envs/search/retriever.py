@@ -89,9 +89,7 @@ def read_jsonl_corpus(path: str | Path) -> list[Passage]:
                 continue
             passage = _parse_line(line, f"{path}, line {number}")
             if passage.id in passages:
-                raise ValueError(
-                    f"{path}, line {number}: id {passage.id!r} occurs twice; make the ids unique"
-                )
+                raise ValueError(f"{path}, line {number}: id {passage.id!r} is taken; make the ids unique")
             passages[passage.id] = passage
     if not passages:
         raise ValueError(f'{path} holds no passage; write one {{"id", "contents"}} object a line')
@@ -114,8 +112,7 @@ def _parse_line(line: str, where: str) -> Passage:
 class LocalRetriever:
     """BM25 over an in-memory index (tantivy), stemmed for English; deterministic, ties broken by passage id.
 
-    Titles and texts are separate fields with equal weight, so a query that names its subject finds that
-    subject.
+    Title and text are indexed together. Nothing in a query is syntax.
 
     Args:
         passages: the corpus; a few hundred thousand passages fit comfortably in memory.
@@ -124,8 +121,6 @@ class LocalRetriever:
         ImportError: if tantivy is not installed.
         ValueError: if the corpus is empty.
     """
-
-    _FIELDS = ("title", "text")
 
     def __init__(self, passages: Iterable[Passage]) -> None:
         try:
@@ -138,12 +133,11 @@ class LocalRetriever:
             raise ValueError("a retriever needs at least one passage")
         schema = tantivy.SchemaBuilder()
         schema.add_integer_field("number", stored=True)
-        for name in self._FIELDS:
-            schema.add_text_field(name, tokenizer_name="en_stem", index_option="freq")
+        schema.add_text_field("contents", tokenizer_name="en_stem", index_option="freq")
         self._index = tantivy.Index(schema.build())
         writer = self._index.writer(heap_size=64_000_000, num_threads=1)
         for number, passage in enumerate(self.passages):
-            writer.add_document(tantivy.Document(number=number, title=passage.title, text=passage.text))
+            writer.add_document(tantivy.Document(number=number, contents=passage.contents))
         writer.commit()
         writer.wait_merging_threads()
         self._index.reload()
@@ -158,14 +152,14 @@ class LocalRetriever:
         words = re.sub(r"[\W_]+", " ", query).lower().strip()
         if not words or top_k < 1:
             return []
-        parsed = self._index.parse_query(words, list(self._FIELDS))
+        parsed, _ = self._index.parse_query_lenient(words, ["contents"])
         limit = top_k + 8
         while True:
             hits = [
                 (-score, self._searcher.doc(address)["number"][0])
                 for score, address in self._searcher.search(parsed, limit, count=False).hits
             ]
-            # Passages that tie with the last one wanted may lie beyond the limit, and the index's layout must not
+            # Passages that tie with the last one wanted may lie beyond the limit; the index's layout must not
             # decide which of them is returned.
             if len(hits) < limit or hits[-1][0] > hits[top_k - 1][0]:
                 break
