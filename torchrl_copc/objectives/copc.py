@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from inspect import isclass
+from typing import Any, Literal, cast, get_args
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -346,8 +347,8 @@ class COPCLoss(LossModule):
         self.value_type = value_type
         if isinstance(value_type, ValueEstimatorBase):
             self._value_estimator, self.value_type = value_type, type(value_type)
-        elif isinstance(value_type, type) and issubclass(value_type, ValueEstimatorBase):
-            self._value_estimator = value_type.for_loss(self, **hyperparams)
+        elif isclass(value_type):
+            self._value_estimator = cast("type[Any]", value_type).for_loss(self, **hyperparams)
         else:
             own = {"gamma": self.gamma, "lmbda": self.lmbda}
             accepted = default_value_kwargs(value_type)

@@ -274,11 +274,16 @@ class COPCEstimator(ValueEstimatorBase):
             ValueError: if a log-prob of a real step is not finite, or a value is missing without a value
                 network.
         """
+        keys = self.tensor_keys
+        features = tensordict.get(("next", keys.reward)).ndim - 1
+        if tensordict.batch_dims > features:
+            # a call without tensordict infers the largest common batch size, [*B, T, 1] for packed tokens
+            tensordict.batch_size = tensordict.batch_size[:features]
+            tensordict.get("next").batch_size = tensordict.batch_size
         if tensordict.batch_dims < 1:
             raise RuntimeError(
                 f"expected a tensordict with a time dimension, got batch size {tensordict.batch_size}"
             )
-        keys = self.tensor_keys
         time_dim = self._get_time_dim(time_dim, tensordict)
         valid = valid_steps(tensordict, (keys.mask,))
         data = tensordict if valid is None else fill_padding(tensordict, valid)
@@ -306,7 +311,7 @@ class COPCEstimator(ValueEstimatorBase):
         gamma = self.gamma.to(reward.device)
         steps = data.get(keys.steps_to_next_obs, None)
         if steps is not None:
-            gamma = gamma ** steps.view_as(reward)
+            gamma = gamma ** steps.view_as(reward).to(reward.dtype)
         advantage, value_target = copc_advantage_estimate(
             gamma,
             self.lmbda.to(reward.device),
