@@ -185,6 +185,7 @@ def test_an_invalid_action_is_answered_and_counted(env, tag_tokenizer, prompt, t
         ('{"name": "search", "arguments": {"query": "Mali"}}', "Mali"),
         ('\n{"name": "search", "arguments": {"query": "a \\"b\\" é"}}\n', 'a "b" é'),
         ('{"name": "search", "arguments": {"query": ""}}', ""),
+        ('{"name": "search", "arguments": {"query": "a\\ud800"}}', "a?"),
         ('{"name": "search", "arguments": {"query": "Mali"}', None),
         ('{"name": "browse", "arguments": {"query": "Mali"}}', None),
         ('{"name": "search", "arguments": {"q": "Mali"}}', None),

@@ -205,7 +205,9 @@ class HermesProtocol(SearchProtocol):
             query = call["arguments"]["query"] if call["name"] == "search" else None
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        return query if isinstance(query, str) else None
+        if not isinstance(query, str):
+            return None
+        return query.encode("utf-8", "replace").decode("utf-8")  # JSON may spell half a surrogate pair
 
     def observation(self, chunks: Sequence[str], *, last_turn: bool, after_eos: bool) -> Observation:
         """The chunks as a user turn; the assistant's turn is closed first unless the policy did so itself."""
