@@ -1,0 +1,50 @@
+"""Question-answering data sets are read whole, or refused with the row that is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from torchrl_copc.envs.search.qa_data import DataError, load_qa
+
+
+def _write(tmp_path, *records):
+    path = tmp_path / "qa.jsonl"
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records))
+    return str(path)
+
+
+def test_both_record_shapes_are_read(tmp_path):
+    path = _write(
+        tmp_path,
+        {"question": "who?", "answer": ["A", "B"], "data_source": "nq"},
+        {"id": "x7", "question": " where? ", "golden_answers": "C"},
+        {"question": "when?", "reward_model": {"ground_truth": {"target": ["1999"]}}, "prompt": []},
+    )
+    first, second, third = load_qa(path)
+    assert first.answers == ("A", "B") and first.metadata == {"data_source": "nq"}
+    assert (second.id, second.question, second.answers) == ("x7", "where?", ("C",))
+    assert third.answers == ("1999",)
+    assert len(load_qa(path, limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"answer": "A"}, "row 1: no `question` text"),
+        ({"question": "q", "answer": ["", " "]}, "row 1: no gold answer"),
+        ({"question": "q"}, "row 1: no gold answer"),
+        ("{not json", "row 1: not JSON"),
+        ({"id": "same", "question": "q", "answer": "A"}, "'same' occurred before"),
+    ],
+)
+def test_bad_records_are_refused_with_their_row(tmp_path, record, message):
+    path = _write(tmp_path, {"id": "same", "question": "q", "answer": "A"}, record)
+    with pytest.raises(DataError, match=message):
+        load_qa(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nothing.jsonl"):
+        load_qa(str(tmp_path / "nothing.jsonl"))
