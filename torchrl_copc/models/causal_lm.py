@@ -80,13 +80,9 @@ class _CriticNet(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, predict_index: Tensor, final_index: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        hidden = _hidden_states(self.trunk, input_ids, position_ids)
-        states = hidden[torch.cat([predict_index, final_index])]
-        value = self.value_head(states.float()).squeeze(-1)
-        return value[: predict_index.numel()], value[predict_index.numel() :]
+    def forward(self, input_ids: Tensor, position_ids: Tensor, index: Tensor) -> Tensor:
+        hidden = _hidden_states(self.trunk, input_ids, position_ids)[index]
+        return self.value_head(hidden.float())
 
 
 class CausalLMActor(TensorDictModuleBase):
@@ -274,9 +270,10 @@ class CausalLMCritic(TensorDictModuleBase):
         return self.net.trunk
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        value, final_value = self.net(*(tensordict.get(key) for key in self.in_keys))
-        tensordict.set("state_value", value.reshape(1, -1, 1))
-        return tensordict.set("final_value", final_value)
+        input_ids, position_ids, predict, final = (tensordict.get(key) for key in self.in_keys)
+        value = self.net(input_ids, position_ids, torch.cat([predict, final]))
+        tensordict.set("state_value", value[: predict.numel()].reshape(1, -1, 1))
+        return tensordict.set("final_value", value[predict.numel() :].flatten())
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write the trunk in Hugging Face format and the head to ``value_head.safetensors`` beside it."""

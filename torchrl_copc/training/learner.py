@@ -1,0 +1,618 @@
+"""The learner: FSDP2 over 1..N ranks, one call per batch of rows.
+
+    rows (this rank's) ─ micro-batches ─> frozen pass, no gradient: learner log-probs, values
+        ─ compress to policy tokens [1, N] ─> value estimator (advantage channel) ─> whitening over the global
+        batch ─ loss_weight from counts over all ranks ─> per minibatch: K critic updates, then one actor
+        update
+            (loss module per micro-batch, backward ─> clip ─> finite gate ─> AdamW)
+
+Every rank makes the same sequence of collectives: ranks with fewer micro-batches run empty ones at the end,
+and every decision (finite gate, number of micro-batches) is taken from reduced numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torchrl.objectives.common import LossModule
+from torchrl.objectives.value import ValueEstimatorBase
+
+from torchrl_copc.models.causal_lm import CausalLMActor, CausalLMCritic
+from torchrl_copc.models.layout import Layout, compress, micro_batches
+from torchrl_copc.objectives.aggregate import Aggregation, loss_weights
+from torchrl_copc.value.functional import log_ratio_bounds
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Metrics of loss modules that are not means over tokens, or that `_diagnostics` has for the global batch.
+_NOT_AVERAGED = {"ESS", "explained_variance", "kl_approx", "kl_k3", "clip_fraction_low", "clip_fraction_high"}
+
+
+class NonFiniteError(RuntimeError):
+    """A loss, gradient or frozen quantity was NaN or infinite, and ``learner.on_nonfinite`` is ``"stop"``."""
+
+
+@dataclass
+class _Batch:
+    """One batch on its way through :meth:`Learner.update`."""
+
+    rows: list[TensorDictBase]
+    packed: TensorDict  # all policy tokens of this rank, [1, N]
+    minibatches: list[list[TensorDict | None]]  # micro-batches; None where only other ranks have one more
+    metrics: dict[str, float]
+    losses: dict[str, list[float]]  # per update, over all ranks
+    means: dict[str, list[float]]  # this rank's [sum over tokens, tokens] of the loss module's metrics
+
+    def add_means(self, out: dict[str, Tensor], tokens: int) -> None:
+        for key in out.keys() - _NOT_AVERAGED:
+            if not key.startswith("loss_"):
+                mean = self.means.setdefault(key, [0.0, 0.0])
+                mean[0] += float(out[key]) * tokens
+                mean[1] += tokens
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW of one network.
+
+    Raises:
+        ValueError: if a setting is out of range, by :meth:`check`.
+    """
+
+    lr: float = 1e-6
+    warmup_updates: int = 0  # optimizer updates over which lr rises linearly to its value
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0  # global L2 norm, over all ranks
+
+    def check(self, name: str) -> None:
+        for key in ("lr", "warmup_updates", "weight_decay"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"learner.{name}.{key} must be at least 0, got {getattr(self, key)}")
+        for key in ("beta1", "beta2"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f"learner.{name}.{key} must be in [0, 1), got {getattr(self, key)}")
+        for key in ("eps", "max_grad_norm"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"learner.{name}.{key} must be above 0, got {getattr(self, key)}")
+
+
+@dataclass
+class LearnerConfig:
+    """Settings of the learner.
+
+    Raises:
+        ValueError: if a setting is out of range, by :meth:`check`.
+    """
+
+    actor: OptimizerConfig = field(default_factory=OptimizerConfig)
+    critic: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    max_tokens_per_micro_batch: int = 8192  # tokens per rank, padding included
+    layout: str = "padded"  # or "packed": rows end to end, for variable-length attention on CUDA
+    aggregation: str = "token_mean"  # or "response_mean"
+    whiten_advantage: bool = True  # standardise over all policy tokens of the global batch
+    minibatches_per_batch: int = 1  # actor updates per batch
+    critic_updates: int = 1  # critic updates per actor update
+    critic_warmup_batches: int = 0  # first batches in which only the critic is trained
+    param_dtype: str = "float32"  # of the passes, or "bfloat16"; master weights and heads stay float32
+    on_nonfinite: str = "stop"  # or "skip": leave the update out; either way the batch is written to a file
+    device: str = "auto"  # "auto" = this rank's GPU when there is one, else "cpu"
+    seed: int = 0  # of torch's generators and of the split into minibatches
+
+    def check(self) -> None:
+        self.actor.check("actor")
+        self.critic.check("critic")
+        for key, least in (
+            ("max_tokens_per_micro_batch", 1),
+            ("minibatches_per_batch", 1),
+            ("critic_updates", 1),
+            ("critic_warmup_batches", 0),
+        ):
+            if getattr(self, key) < least:
+                raise ValueError(f"learner.{key} must be at least {least}, got {getattr(self, key)}")
+        for key, accepted in (
+            ("layout", ("padded", "packed")),
+            ("aggregation", ("token_mean", "response_mean")),
+            ("param_dtype", tuple(_DTYPES)),
+            ("on_nonfinite", ("skip", "stop")),
+        ):
+            if getattr(self, key) not in accepted:
+                choices = ", ".join(accepted)
+                raise ValueError(f"learner.{key} must be one of {choices}, got {getattr(self, key)!r}")
+
+
+def start_process_group(device: str = "auto") -> torch.device:
+    """Join torchrun's process group, or make one of a single rank, and say which device this rank computes
+    on.
+
+    Args:
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+    """
+    use_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    if not use_cuda:
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", 0))
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+class _Network:
+    """One network with its optimizer: sharding, learning-rate warm-up, clipping and the finite gate."""
+
+    def __init__(
+        self,
+        module: CausalLMActor | CausalLMCritic,
+        config: OptimizerConfig,
+        mesh: DeviceMesh,
+        dtype: torch.dtype,
+    ) -> None:
+        self.module: Any = module
+        self.config, self.updates = config, 0
+        self.net: Any = module.net
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+        )
+        blocks = getattr(module.trunk, "layers", None)
+        if not isinstance(blocks, nn.ModuleList):
+            raise TypeError(f"{type(module.trunk).__name__} has no `layers` to shard")
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        if isinstance(module, CausalLMCritic):
+            fully_shard(module.net.value_head, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+        fully_shard(self.net, mesh=mesh, mp_policy=policy)
+        self.optimizer = torch.optim.AdamW(
+            self.net.parameters(),
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        # Made now rather than at the first step, so that a checkpoint can be written and read at any time.
+        for parameter in self.net.parameters():
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        return self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_updates))
+
+    def grad_norm(self) -> float:
+        """L2 norm of the gradient over all ranks; the same number on every rank."""
+        gradients = [p.grad for p in self.net.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def step(self, grad_norm: float) -> None:
+        """Clip the gradient of this norm and take one optimizer step."""
+        scale = self.config.max_grad_norm / (grad_norm + 1e-6)
+        if scale < 1:
+            for parameter in self.net.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        self.optimizer.step()
+        self.updates += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded tensors by name; loading into them in place changes the network and its optimizer."""
+        state = {name: self.optimizer.state[p] for name, p in self.net.named_parameters()}
+        return {"model": self.net.state_dict(), "optimizer": state}
+
+
+class Learner:
+    """Trains an actor and a critic on batches of rows; every rank makes the same calls.
+
+    Args:
+        config: settings.
+        actor: language-model actor, not yet sharded.
+        critic: language-model critic, not yet sharded.
+        loss: policy channel, built on the same ``actor`` and ``critic`` with ``functional=False``; it has
+            ``actor_loss(td)`` and ``critic_loss(td)`` (:class:`~torchrl_copc.objectives.COPCLoss`).
+        value_estimator: advantage channel, built with ``value_network=None``.
+        dump_dir: where batches with non-finite numbers are written.
+
+    Attributes:
+        version: batches consumed so far.
+        nonfinite_updates: updates that the finite gate left out so far.
+
+    Raises:
+        ValueError: if a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        actor: CausalLMActor,
+        critic: CausalLMCritic,
+        loss: LossModule,
+        value_estimator: ValueEstimatorBase,
+        dump_dir: str | Path = "nonfinite",
+    ) -> None:
+        config.check()
+        self.config, self.loss, self.value_estimator = config, loss, value_estimator
+        self.dump_dir = Path(dump_dir)
+        self.device = start_process_group(config.device)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(config.seed)
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        dtype = _DTYPES[config.param_dtype]
+        self.actor = _Network(actor, config.actor, mesh, dtype)
+        self.critic = _Network(critic, config.critic, mesh, dtype)
+        for name, buffer in loss.named_buffers(recurse=False):
+            setattr(loss, name, buffer.to(self.device))
+        self.version = 0
+        self.nonfinite_updates = 0
+        self._times: dict[str, float] = {}
+
+    # one batch
+
+    def update(self, rows: Sequence[TensorDictBase], version: int | None = None) -> dict[str, float]:
+        """Consume one batch; :attr:`version` rises by one whatever happens to it.
+
+        Args:
+            rows: this rank's part of the batch; ranks may hold different numbers.
+            version: batches consumed before this one, for the staleness metrics. Defaults to :attr:`version`.
+
+        Returns:
+            Metrics over the global batch, the same on every rank. Times are this rank's, in seconds.
+
+        Raises:
+            RowError: if a row must not be trained on.
+            ValueError: if a rank has fewer rows than ``learner.minibatches_per_batch``.
+            NonFiniteError: if something was not finite and ``learner.on_nonfinite`` is ``"stop"``.
+        """
+        start = perf_counter()
+        if version is not None:
+            self.version = version
+        self._times = dict.fromkeys(("frozen", "forward", "backward", "optimizer"), 0.0)
+        fewest = int(-self._reduce([-len(rows)], dist.ReduceOp.MAX)[0])
+        if fewest < self.config.minibatches_per_batch:
+            raise ValueError(
+                f"a rank has {fewest} rows for {self.config.minibatches_per_batch} minibatches: raise "
+                "collector.batch_rows or lower learner.minibatches_per_batch"
+            )
+        try:
+            metrics = self._update(self._shuffled(rows))
+        finally:
+            self.version += 1
+        metrics |= {f"time_{name}": seconds for name, seconds in self._times.items()}
+        metrics["time_total"] = perf_counter() - start
+        metrics["nonfinite_updates_total"] = float(self.nonfinite_updates)
+        return metrics
+
+    def _update(self, rows: list[TensorDictBase]) -> dict[str, float]:
+        batch = _Batch(
+            rows, compress(rows).to(self.device), self._minibatches(rows), {"nonfinite_updates": 0.0}, {}, {}
+        )
+        packed, metrics = batch.packed, batch.metrics
+        with self._timed("frozen"):
+            self._frozen_pass(batch)
+            frozen = ("learner_log_prob", "state_value", ("next", "state_value"))
+            finite = all(bool(packed.get(key).isfinite().all()) for key in frozen)
+        if self._any(not finite):
+            self._nonfinite("a log-prob or value of the frozen pass", batch)
+            return metrics
+        self.value_estimator(packed)
+        metrics |= self._diagnostics(packed)
+        if self.config.whiten_advantage:
+            self._whiten(packed)
+        self._set_loss_weights(batch)
+        train_actor = self.version >= self.config.critic_warmup_batches
+        for minibatch in batch.minibatches:
+            for _ in range(self.config.critic_updates):
+                self._step("critic", self.critic, self.loss.critic_loss, minibatch, batch)
+            if train_actor:
+                self._step("actor", self.actor, self.loss.actor_loss, minibatch, batch)
+        metrics |= {f"loss_{name}": sum(losses) / len(losses) for name, losses in batch.losses.items()}
+        names = sorted(batch.means)
+        means = self._reduce([x for name in names for x in batch.means[name]], dist.ReduceOp.SUM).view(-1, 2)
+        return metrics | dict(zip(names, (means[:, 0] / means[:, 1]).tolist(), strict=True))
+
+    def _shuffled(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+        if self.config.minibatches_per_batch == 1:
+            return list(rows)
+        rng = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.version)
+        return [rows[i] for i in torch.randperm(len(rows), generator=rng).tolist()]
+
+    def _minibatches(self, rows: list[TensorDictBase]) -> list[list[TensorDict | None]]:
+        """Micro-batches of each minibatch; ``None`` where another rank has more of them."""
+        parts = self.config.minibatches_per_batch
+        bounds = [len(rows) * i // parts for i in range(parts + 1)]
+        minibatches: list[list[TensorDict | None]] = []
+        first = 0
+        for low, high in pairwise(bounds):
+            part = micro_batches(
+                rows[low:high], self.config.max_tokens_per_micro_batch, cast(Layout, self.config.layout)
+            )
+            for batch in part:
+                batch["token_index"] += first
+                batch["row_index"] += low
+            first += sum(batch["token_index"].numel() for batch in part)
+            minibatches.append([batch.to(self.device) for batch in part])
+        most = self._reduce([len(part) for part in minibatches], dist.ReduceOp.MAX).tolist()
+        return [part + [None] * (int(n) - len(part)) for part, n in zip(minibatches, most, strict=True)]
+
+    def _frozen_pass(self, whole: _Batch) -> None:
+        """Write learner log-probs, values and next values, as they are before any update."""
+        packed = whole.packed
+        log_prob, value = (torch.zeros(packed.shape[1], device=self.device) for _ in range(2))
+        final_value = torch.zeros(len(whole.rows), device=self.device)
+        with self._frozen():
+            for batch in (batch for minibatch in whole.minibatches for batch in minibatch):
+                out = TensorDict({"lm": self._idle() if batch is None else batch})
+                self.actor.module(out)
+                self.critic.module(out)
+                if batch is not None:
+                    log_prob[batch["token_index"]] = out["log_prob"].flatten()
+                    value[batch["token_index"]] = out["state_value"].flatten()
+                    final_value[batch["row_index"]] = out["final_value"]
+        done, truncated = packed["next", "done"].flatten(), packed["next", "truncated"].flatten()
+        at_end = torch.where(truncated, final_value[packed["response_id"].flatten()], 0.0)
+        next_value = torch.where(done, at_end, value.roll(-1))
+        packed["learner_log_prob"] = log_prob.reshape(1, -1, 1)
+        packed["state_value"] = value.reshape(1, -1, 1)
+        packed["next", "state_value"] = next_value.reshape(1, -1, 1)
+
+    def _set_loss_weights(self, batch: _Batch) -> None:
+        """Count denominators per minibatch, over all ranks and micro-batches, before the first backward."""
+        packed = batch.packed
+        packed["loss_weight"] = torch.zeros_like(packed["action_log_prob"])
+        for minibatch in batch.minibatches:
+            index = torch.cat([part["token_index"] for part in minibatch if part is not None])
+            responses = packed["response_id"][:, index]
+            local = [index.numel(), responses.unique().numel()]
+            tokens, count = self._reduce(local, dist.ReduceOp.SUM).long().tolist()
+            packed["loss_weight"][:, index] = loss_weights(
+                responses, cast(Aggregation, self.config.aggregation), num_tokens=tokens, num_responses=count
+            )
+
+    def _whiten(self, packed: TensorDict) -> None:
+        advantage = packed["advantage"].double()
+        n, total, square = self._reduce(
+            [advantage.numel(), advantage.sum(), advantage.square().sum()], dist.ReduceOp.SUM
+        ).tolist()
+        mean = total / n
+        std = math.sqrt(max(square / n - mean * mean, 0.0))
+        packed["advantage"] = ((advantage - mean) / max(std, 1e-6)).float()
+
+    def _step(
+        self,
+        name: str,
+        network: _Network,
+        loss: Callable[[TensorDictBase], TensorDictBase],
+        minibatch: list[TensorDict | None],
+        batch: _Batch,
+    ) -> None:
+        """Accumulate the gradient of one minibatch, and take the optimizer step when it is finite."""
+        total = torch.zeros((), device=self.device)
+        for part in minibatch:
+            with self._timed("forward"):
+                if part is None:
+                    out = network.module(TensorDict({"lm": self._idle()}))
+                    value = 0.0 * sum(out[key].sum() for key in network.module.out_keys)
+                else:
+                    data = batch.packed[:, part["token_index"]]
+                    data.batch_size = torch.Size([])
+                    out = dict(loss(data.set("lm", part)).items())
+                    value = sum(out[key] for key in out if key.startswith("loss_"))
+                    batch.add_means(out, part["token_index"].numel())
+            with self._timed("backward"):
+                # FSDP2 averages gradients over ranks; the weights already hold the global denominators.
+                (value * self.world_size).backward()
+            total += value.detach()
+        with self._timed("optimizer"):
+            grad_norm = network.grad_norm()
+            loss_value = float(self._reduce([total], dist.ReduceOp.SUM)[0])
+            finite = math.isfinite(grad_norm) and math.isfinite(loss_value)
+            if finite:
+                batch.metrics[f"lr_{name}"] = network.lr
+                network.step(grad_norm)
+            network.optimizer.zero_grad()
+        batch.metrics[f"grad_norm_{name}"] = grad_norm
+        batch.losses.setdefault(name, []).append(loss_value)
+        if not finite:
+            self._nonfinite(f"the {name}'s loss ({loss_value}) or gradient norm ({grad_norm})", batch)
+
+    def _idle(self) -> TensorDict:
+        """Two tokens that keep this rank's collectives in step with ranks that have more micro-batches."""
+        zeros = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        one = torch.zeros(1, dtype=torch.long, device=self.device)
+        return TensorDict(
+            {
+                "input_ids": zeros,
+                "position_ids": torch.arange(2, device=self.device)[None],
+                "predict_index": one,
+                "target_ids": one,
+                "final_index": one,
+            },
+            batch_size=[],
+        )
+
+    def _nonfinite(self, what: str, batch: _Batch) -> None:
+        self.nonfinite_updates += 1
+        batch.metrics["nonfinite_updates"] += 1
+        self.dump_dir.mkdir(parents=True, exist_ok=True)
+        path = self.dump_dir / f"version{self.version:06d}_rank{self.rank}.pt"
+        dump = {"reason": what, "version": self.version, "rows": batch.rows, "packed": batch.packed.cpu()}
+        torch.save(dump, path)
+        if self.config.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"{what} at version {self.version} is not finite; the batch is in {path}. Lower the learning "
+                "rate, check the rewards, or set learner.on_nonfinite=skip to leave such updates out"
+            )
+
+    # weights and scores
+
+    def actor_weights(self, device: str | torch.device | None = None) -> dict[str, Tensor]:
+        """Full tensors of the actor under its Hugging Face names; a tied head is left out.
+
+        A collective: every rank calls it. Rank 0 gets copies, the others an empty dict.
+
+        Args:
+            device: where the copies go. Defaults to the learner's device.
+        """
+        tied = self.actor.module.tied_names
+        weights = {}
+        for name, value in self.actor.module.model.state_dict().items():
+            if name in tied:
+                continue
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if self.rank == 0:
+                weights[name] = full.detach().to(device or self.device, copy=True)
+        return weights
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """Log-prob (nats) of every token but the first given its prefix, by the current actor.
+
+        A collective: every rank calls it with the same sequences and gets the same numbers.
+
+        Args:
+            sequences: token ids, at least two per sequence.
+            temperature: of the softmax.
+        """
+        scores = []
+        with self._frozen():
+            for sequence in sequences:
+                ids = torch.tensor([sequence], dtype=torch.long, device=self.device)
+                positions = torch.arange(ids.shape[1], device=self.device)
+                log_prob, _ = self.actor.net(ids, positions[None], positions[:-1], ids[0, 1:], temperature)
+                scores.append(log_prob.tolist())
+        return scores
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded tensors of both networks and optimizers; loading into them in place restores them."""
+        return {"actor": self.actor.state_dict(), "critic": self.critic.state_dict()}
+
+    def counters(self) -> dict[str, int]:
+        """The numbers a checkpoint must hold beside :meth:`state_dict`."""
+        return {
+            "version": self.version,
+            "nonfinite_updates": self.nonfinite_updates,
+            "actor_updates": self.actor.updates,
+            "critic_updates": self.critic.updates,
+        }
+
+    def load_counters(self, counters: dict[str, int]) -> None:
+        """Restore what :meth:`counters` returned."""
+        self.version, self.nonfinite_updates = counters["version"], counters["nonfinite_updates"]
+        self.actor.updates, self.critic.updates = counters["actor_updates"], counters["critic_updates"]
+
+    # metrics
+
+    def _diagnostics(self, packed: TensorDict) -> dict[str, float]:
+        """Metrics of frozen quantities over all policy tokens of the global batch."""
+        log_ratio = (packed["learner_log_prob"] - packed["action_log_prob"]).double().flatten()
+        ratio = log_ratio.exp()
+        value, target = packed["state_value"].double(), packed["value_target"].double()
+        advantage, error = packed["advantage"].double(), target - value
+        ends = packed["next", "done"].sum()
+        reward = packed["next", "reward"].sum()
+        sums = [log_ratio.numel(), ends, reward]
+        for x in (log_ratio, ratio, target, error, advantage):
+            sums += [x.sum(), x.square().sum()]
+        sums += [(ratio - 1 - log_ratio).sum(), value.sum()]
+        low, high = self._clip_bounds()
+        sums += [(log_ratio < low).sum(), (log_ratio > high).sum()]
+        largest = self._reduce([error.abs().max()], dist.ReduceOp.MAX)
+        n, responses, reward, *moments = self._reduce(sums, dist.ReduceOp.SUM).tolist()
+        (d, d2, r, r2, g, g2, e, e2, a, a2, k3, v, below, above) = (m / n for m in moments)
+
+        def std(mean: float, square: float) -> float:
+            return math.sqrt(max(square - mean * mean, 0.0))
+
+        return {
+            "tokens": n,
+            "responses": responses,
+            "reward": reward / responses,
+            "ESS": r * r / r2 if r2 else 0.0,
+            "kl_k1": -d,
+            "kl_k3": k3,
+            "log_ratio_mean": d,
+            "log_ratio_std": std(d, d2),
+            "clip_fraction_low": below,
+            "clip_fraction_high": above,
+            "value_mean": v,
+            "value_target_mean": g,
+            "explained_variance": 1.0 - std(e, e2) ** 2 / max(std(g, g2) ** 2, 1e-12),
+            "value_error_max": float(largest[0]),
+            "advantage_mean": a,
+            "advantage_std": std(a, a2),
+        } | self._staleness(packed)
+
+    def _clip_bounds(self) -> tuple[float, float]:
+        """Log-ratio interval of the advantage channel; infinite for estimators without one."""
+        eta = getattr(self.value_estimator, "eta", None)
+        if eta is None:
+            return -math.inf, math.inf
+        return log_ratio_bounds(eta, self.value_estimator.eps_low, self.value_estimator.eps_high)
+
+    def _staleness(self, packed: TensorDict) -> dict[str, float]:
+        staleness = (self.version - packed["policy_version"].flatten().long()).clamp(min=0).cpu()
+        size = int(self._reduce([staleness.max()], dist.ReduceOp.MAX)[0]) + 1
+        counts = self._reduce(torch.bincount(staleness, minlength=size).tolist(), dist.ReduceOp.SUM)
+        share = counts.cumsum(0) / counts.sum()
+        return {
+            "staleness_mean": float((counts * torch.arange(size)).sum() / counts.sum()),
+            "staleness_p50": float((share < 0.5).sum()),
+            "staleness_p95": float((share < 0.95).sum()),
+            "staleness_max": float(size - 1),
+        }
+
+    # collectives and clocks
+
+    def _reduce(self, values: Sequence[Any], op: dist.ReduceOp.RedOpType) -> Tensor:
+        tensor = torch.tensor([float(v) for v in values], dtype=torch.float64)
+        dist.all_reduce(tensor, op)
+        return tensor
+
+    def _any(self, flag: bool) -> bool:
+        return bool(self._reduce([flag], dist.ReduceOp.MAX)[0])
+
+    @contextmanager
+    def _frozen(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+        # The root keeps its parameters gathered after a forward pass; without a backward pass they would go
+        # stale.
+        for network in (self.actor, self.critic):
+            if isinstance(network.net, FSDPModule):
+                network.net.reshard()
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = self._clock()
+        yield
+        self._times[name] += self._clock() - start
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return perf_counter()
