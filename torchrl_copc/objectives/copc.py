@@ -344,9 +344,9 @@ class COPCLoss(LossModule):
             >>> loss.make_value_estimator("gae", lmbda=0.9)  # doctest: +SKIP
         """
         value_type = self.default_value_estimator if value_type is None else value_type
-        self.value_type = value_type
+        self.value_type = type(value_type) if isinstance(value_type, ValueEstimatorBase) else value_type
         if isinstance(value_type, ValueEstimatorBase):
-            self._value_estimator, self.value_type = value_type, type(value_type)
+            self._value_estimator = value_type
         elif isclass(value_type):
             self._value_estimator = cast("type[Any]", value_type).for_loss(self, **hyperparams)
         else:
