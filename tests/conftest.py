@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,10 @@ class EngineThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float = 120.0) -> Any:
+        """Run any coroutine on the engine's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Start a method of the engine; returns at once."""

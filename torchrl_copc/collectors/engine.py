@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torchrl_copc.trajectory import Completion, FinishReason
@@ -22,6 +23,7 @@ from torchrl_copc.trajectory import Completion, FinishReason
 _T = TypeVar("_T")
 _DTYPES = ("float32", "bfloat16", "float16")
 _TRANSFERS = ("shm", "nccl", "ipc")
+_SHUTDOWN_GRACE = 10.0
 
 
 class EngineError(RuntimeError):
@@ -208,7 +210,7 @@ def make_engine(config: VLLMEngineConfig) -> RolloutEngine:
 def _check_config(config: VLLMEngineConfig) -> None:
     if config.top_p != 1.0 or config.top_k > 0:
         raise ValueError(
-            f"engine.top_p={config.top_p}, engine.top_k={config.top_k}: rollouts for training must sample from the whole "
+            f"engine.top_p={config.top_p}, engine.top_k={config.top_k}: rollouts for training sample from the whole "
             "softmax, otherwise the recorded log-probs are not those of the learner's distribution; "
             "set engine.top_p=1 and engine.top_k=0"
         )
@@ -256,12 +258,13 @@ class VLLMEngine:
         self._failed, self._updates = loop.create_future(), asyncio.Lock()
         before = set(multiprocessing.active_children())
         try:
-            self._llm = await self._stage("load the model", _in_thread(self._build))
+            await self._stage("load the model", _in_thread(self._build))
             for process in self.processes:
                 loop.add_reader(process.sentinel, self._core_ended, process)
                 self._sentinels.append(process.sentinel)
-            self._vocab_size = self._llm.model_config.get_vocab_size()
-            await self._stage("label the weights", self._llm.update_weight_version("0"))
+            llm = self._running()
+            self._vocab_size = llm.model_config.get_vocab_size()
+            await self._stage("label the weights", llm.update_weight_version("0"))
             await self._stage("first generation", self.generate([0], max_tokens=1, request_id="first"))
         except BaseException:
             await self.shutdown()
@@ -269,12 +272,13 @@ class VLLMEngine:
                 process.kill()
             raise
 
-    def _build(self) -> Any:
+    def _build(self) -> None:
         config = self.config
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gib)
         os.environ["TORCHRL_COPC_ENGINE_OWNER_PID"] = str(os.getpid())
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")
         # Forking a process that has run torch's thread pools can deadlock the child.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         if config.weight_transfer == "ipc":
@@ -282,6 +286,7 @@ class VLLMEngine:
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         try:
             from vllm import AsyncEngineArgs
+            from vllm.config import WeightTransferConfig
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
@@ -294,10 +299,10 @@ class VLLMEngine:
                 f"engine.weight_transfer={config.weight_transfer!r} needs CUDA; set engine.weight_transfer=shm"
             )
         eager = on_cpu if config.enforce_eager is None else config.enforce_eager
-        return AsyncLLM.from_engine_args(
+        llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=config.model,
-                dtype=config.dtype,
+                dtype=config.dtype,  # type: ignore[arg-type]  # checked above
                 seed=config.seed,
                 max_model_len=config.max_model_len,
                 max_num_seqs=config.max_num_seqs,
@@ -310,11 +315,17 @@ class VLLMEngine:
                 # Lets a probe overtake queued rollouts, so that a push is verified within its deadline.
                 scheduling_policy="priority",
                 worker_extension_cls=self.worker_extension,
-                weight_transfer_config={"backend": config.weight_transfer},
+                weight_transfer_config=WeightTransferConfig(backend=config.weight_transfer),
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
                 enable_log_requests=False,
             )
         )
+        assert self._failed is not None
+        if self._failed.done():
+            llm.shutdown()  # the start was given up meanwhile
+        else:
+            self._llm = llm
 
     async def _stage(self, name: str, work: Awaitable[_T]) -> _T:
         timeout = self.config.start_timeout
@@ -503,7 +514,12 @@ class VLLMEngine:
             loop.remove_reader(self._sentinels.pop())
         llm, self._llm = self._llm, None
         if llm is not None:
-            await _in_thread(llm.shutdown)
+            if llm.output_handler is not None:
+                # It would log the end of the core, which is wanted here, as an error.
+                llm.output_handler.cancel()
+            await _in_thread(partial(llm.shutdown, timeout=_SHUTDOWN_GRACE))
+            # vLLM's finaliser repeats the shutdown and prints an error when it runs at the interpreter's exit.
+            llm.shutdown = lambda: None
 
     def _core_ended(self, process: multiprocessing.process.BaseProcess) -> None:
         asyncio.get_running_loop().remove_reader(process.sentinel)
@@ -537,8 +553,9 @@ class VLLMEngine:
         """Await ``work``, but no longer than ``timeout`` seconds and than the engine lives."""
         assert self._failed is not None
         task = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {task, self._failed}
         try:
-            await asyncio.wait({task, self._failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if task.done() and self._llm is not None and self._llm.errored:
                 # vLLM noticed first; the exit of its process, which says more, arrives within moments.
                 await asyncio.wait({self._failed}, timeout=2.0)

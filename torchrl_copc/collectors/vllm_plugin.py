@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import psutil
 import torch
@@ -71,7 +72,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
-    def update_weights(self, update_info: dict) -> None:
+    def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class synchronises torch.accelerator afterwards, which CPU builds of torch do not have.
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
@@ -95,8 +96,7 @@ def _read(info: ShmUpdateInfo, device: torch.device) -> Iterator[tuple[str, Tens
     ):
         dtype = getattr(torch, dtype_name)
         values = shared[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        # A copy, because loaders may keep a layer's tensors until the layer is complete, and a checkpoint loader would
-        # hand over memory of its own as well.
+        # A copy: a model that keeps what it is given would change with the next push's bytes.
         yield name, values.to(device, copy=True)
 
 
@@ -116,7 +116,7 @@ def repack_tied_heads(model: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _weight_in_use(module: nn.Module) -> tuple[Tensor, str]:
+def _weight_in_use(module: Any) -> tuple[Tensor, str]:
     """The ``[N, K]`` matrix that a layer multiplies with, and where it was read from.
 
     vLLM's CPU kernels pack linear weights into opaque memory and drop the original. Multiplying the identity by the
@@ -138,13 +138,13 @@ def _weight_in_use(module: nn.Module) -> tuple[Tensor, str]:
     return torch.cat(blocks).t(), "gemm"
 
 
-def _fused_names(module: nn.Module, name: str, packed: dict[str, list[str]]) -> list[str]:
+def _fused_names(name: str, packed: dict[str, list[str]]) -> list[str]:
     stem, _, last = name.rpartition(".")
     return [f"{stem}.{part}" if stem else part for part in packed[last]]
 
 
 def _slices(
-    module: nn.Module, name: str, packed: dict[str, list[str]]
+    module: Any, name: str, packed: dict[str, list[str]]
 ) -> list[tuple[str, int, int, int, int, int]]:
     """Parts of a linear layer's local weight: (HF module, row start, row stop, full dim, full start, full stop)."""
     if isinstance(module, RowParallelLinear):
@@ -167,7 +167,7 @@ def _slices(
     else:
         return [(name, 0, module.output_size, 0, 0, module.output_size)]
     parts, start = [], 0
-    for part, size, part_rank in zip(_fused_names(module, name, packed), sizes, ranks, strict=True):
+    for part, size, part_rank in zip(_fused_names(name, packed), sizes, ranks, strict=True):
         parts.append((part, start, start + size, 0, part_rank * size, (part_rank + 1) * size))
         start += size
     return parts
@@ -179,25 +179,19 @@ def checksums(model: nn.Module) -> list[tuple[str, int, int, int, str, str, str,
     found: list[tuple[str, int, int, int, str, str, str, str]] = []
     seen: set[str] = set()
     embeddings = {id(m.weight): n for n, m in model.named_modules() if type(m) is VocabParallelEmbedding}
+    modules: Iterator[tuple[str, Any]] = model.named_modules()
 
     def add(name: str, dim: int, start: int, stop: int, part: Tensor, source: str, tied_to: str = "") -> None:
         dtype = str(part.dtype).removeprefix("torch.")
         found.append((name, dim, start, stop, tensor_checksum(part), dtype, source, tied_to))
 
-    for name, module in model.named_modules():
+    for name, module in modules:
         if isinstance(module, VocabParallelEmbedding):
             weight, source = _weight_in_use(module)
             first, last = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
             tied = embeddings.get(id(module.weight)) if isinstance(module, ParallelLMHead) else None
-            add(
-                f"{name}.weight",
-                0,
-                first,
-                last,
-                weight[: last - first],
-                source,
-                f"{tied}.weight" if tied else "",
-            )
+            tied_to = f"{tied}.weight" if tied else ""
+            add(f"{name}.weight", 0, first, last, weight[: last - first], source, tied_to)
             seen.add(f"{name}.weight")
         elif isinstance(module, LinearBase):
             weight, source = _weight_in_use(module)
@@ -205,8 +199,8 @@ def checksums(model: nn.Module) -> list[tuple[str, int, int, int, str, str, str,
             for part, start, stop, dim, full_start, full_stop in _slices(module, name, packed):
                 add(f"{part}.weight", dim, full_start, full_stop, weight[start:stop], source)
                 if bias is not None:
-                    along = (full_start, full_stop) if dim == 0 else (0, bias.numel())
-                    add(f"{part}.bias", 0, *along, bias[start:stop], "weight")
+                    first, last = (full_start, full_stop) if dim == 0 else (0, bias.numel())
+                    add(f"{part}.bias", 0, first, last, bias[start:stop], "weight")
             seen.update((f"{name}.weight", f"{name}.bias"))
     for name, parameter in model.named_parameters():
         if name not in seen:
@@ -216,6 +210,8 @@ def checksums(model: nn.Module) -> list[tuple[str, int, int, int, str, str, str,
 
 class WorkerExtension:
     """Methods added to every vLLM worker; called through ``collective_rpc``."""
+
+    model_runner: Any
 
     def copc_checksums(self) -> list[tuple[str, int, int, int, str, str, str, str]]:
         """See :func:`checksums`."""
