@@ -20,6 +20,7 @@ from itertools import combinations
 from typing import Any, Literal
 
 from torchrl_copc.envs.search.retriever import Passage
+from torchrl_copc.envs.search.reward import normalize_answer
 from torchrl_copc.trajectory import Prompt
 
 Split = Literal["train", "dev", "test"]
@@ -362,8 +363,8 @@ def _questions() -> dict[Split, tuple[Prompt, ...]]:
     # Countries share answers (the euro, the Danish anthem): such a question is kept in the larger split only.
     seen: set[str] = set()
     for split in ("train", "test", "dev"):
-        questions[split] = [p for p in questions[split] if not {a.casefold() for a in p.answers} & seen]
-        seen |= {a.casefold() for p in questions[split] for a in p.answers}
+        questions[split] = [p for p in questions[split] if not set(map(normalize_answer, p.answers)) & seen]
+        seen |= {normalize_answer(answer) for p in questions[split] for answer in p.answers}
     return {split: tuple(prompts) for split, prompts in questions.items()}
 
 

@@ -1,0 +1,70 @@
+"""How a model behaves in the search environment, sampled in plain transformers, one episode at a time.
+
+Only for the few hundred episodes after supervised training: no batching, no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchrl_copc.envs.search.env import SearchEnv
+from torchrl_copc.envs.token_env import TurnRequest
+from torchrl_copc.training.search_traces import ATTRIBUTE_BY_NAME, good_query, play
+from torchrl_copc.trajectory import Completion, Prompt
+
+
+async def measure(
+    model: Any,
+    env: SearchEnv,
+    prompts: Sequence[Prompt],
+    *,
+    temperature: float,
+    seed: int = 0,
+    scripted_query: bool = False,
+) -> dict[str, float]:
+    """Mean exact match, reward, search rate and the rest of the environment's metrics.
+
+    Args:
+        model: a Hugging Face causal LM.
+        env: the search environment.
+        prompts: one-hop factbook questions.
+        temperature: of the sampling; 0 is greedy.
+        seed: of the sampling.
+        scripted_query: the first turn is a good search query; what is left is how well the model reads.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    totals: dict[str, float] = {}
+    for number, prompt in enumerate(prompts):
+        episode = env.begin(prompt, f"measure-{number}", prompt.id)
+        if scripted_query:
+            attribute = ATTRIBUTE_BY_NAME[prompt.metadata["attribute"]]
+            await play(env, episode, f"<search> {good_query(prompt.metadata['country'], attribute)}</search>")
+        while not episode.done:
+            await env.advance(episode, sample_turn(model, env.next_turn(episode), temperature, generator))
+        for name, value in episode.metrics.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return {name: total / len(prompts) for name, total in totals.items()}
+
+
+@torch.inference_mode()
+def sample_turn(
+    model: Any, request: TurnRequest, temperature: float, generator: torch.Generator
+) -> Completion:
+    """One turn, up to a stop token or the turn's budget."""
+    step_ids, cache = torch.tensor([request.token_ids]), None
+    sampled: list[int] = []
+    while len(sampled) < request.max_tokens and not (sampled and sampled[-1] in request.stop_token_ids):
+        output = model(step_ids, past_key_values=cache, use_cache=True)
+        logits, cache = output.logits[0, -1].float(), output.past_key_values
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+        sampled.append(token)
+        step_ids = torch.tensor([[token]])
+    finish_reason = "stop" if sampled[-1] in request.stop_token_ids else "length"
+    zeros = (0,) * len(sampled)
+    return Completion(tuple(sampled), tuple(map(float, zeros)), zeros, finish_reason)
