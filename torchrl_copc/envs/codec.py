@@ -60,7 +60,8 @@ class TokenCodec:
 
     def control(self, text: str) -> list[int]:
         """Ids of ``text`` with special tokens recognised. Only for the environment's own constant text."""
-        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
+        return ids
 
     def single_id(self, tag: str) -> int | None:
         """The id of a tag that is one token, or ``None``."""
@@ -69,4 +70,5 @@ class TokenCodec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``, special tokens shown."""
-        return self._decode(token_ids, skip_special_tokens=False)
+        text: str = self._decode(token_ids, skip_special_tokens=False)
+        return text

@@ -9,10 +9,10 @@ from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
@@ -386,7 +386,7 @@ class TokenEnv(EnvBase):
         reward = torch.tensor([self.episode.reward], dtype=torch.float32)
         return TensorDict({**self._observe(), **self._flags(), "reward": reward}, batch_size=[])
 
-    def _observe(self) -> dict:
+    def _observe(self) -> dict[NestedKey, torch.Tensor]:
         episode = self.episode
         max_tokens = 0 if episode.done else self.next_turn(episode).max_tokens
         return {
@@ -397,7 +397,7 @@ class TokenEnv(EnvBase):
             "max_tokens": torch.tensor([max_tokens], dtype=torch.int64),
         }
 
-    def _flags(self) -> dict:
+    def _flags(self) -> dict[str, torch.Tensor]:
         episode = self.episode
         return {
             "terminated": torch.tensor([episode.terminated]),
@@ -407,7 +407,7 @@ class TokenEnv(EnvBase):
 
     def _set_seed(self, seed: int | None) -> None:
         """Start the order of tasks at ``seed``; nothing else in a text environment is random."""
-        self._prompt_order = itertools.count(cast(int, seed or 0))
+        self._prompt_order = itertools.count(seed or 0)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Release the event loop that ``step`` uses."""

@@ -57,5 +57,5 @@ def make_search_env(
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ImportError('text environments need transformers: pip install "torchrl_copc[envs]"') from error
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path)
     return SearchEnv(tokenizer, make_retriever(retriever, **(retriever_options or {})), **settings)

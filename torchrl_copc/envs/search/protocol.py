@@ -265,6 +265,7 @@ def protocol_type(name: str) -> type[SearchProtocol]:
 
 def _render(tokenizer: Any, messages: list[dict[str, str]], tools: list[dict[str, Any]] | None = None) -> str:
     # Llama 3 templates print today's date unless they are given one: a prompt must not depend on the day.
-    return tokenizer.apply_chat_template(
+    text: str = tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=True, date_string="01 Jan 2026"
     )
+    return text

@@ -155,13 +155,12 @@ class LocalRetriever:
         parsed, _ = self._index.parse_query_lenient(words, ["contents"])
         limit = top_k + 8
         while True:
-            hits = [
-                (-score, self._searcher.doc(address)["number"][0])
-                for score, address in self._searcher.search(parsed, limit, count=False).hits
-            ]
+            hits = self._searcher.search(parsed, limit, count=False).hits
             # Passages that tie with the last one wanted may lie beyond the limit; the index's layout must not
             # decide which of them is returned.
-            if len(hits) < limit or hits[-1][0] > hits[top_k - 1][0]:
+            if len(hits) < limit or hits[-1][0] < hits[top_k - 1][0]:
                 break
             limit *= 4
-        return [ScoredPassage(self.passages[number], -negated) for negated, number in sorted(hits)[:top_k]]
+        worst = hits[min(top_k, len(hits)) - 1][0] if hits else 0.0
+        found = [(-score, self._searcher.doc(at)["number"][0]) for score, at in hits if score >= worst]
+        return [ScoredPassage(self.passages[number], -negated) for negated, number in sorted(found)[:top_k]]
