@@ -62,7 +62,8 @@ def save_checkpoint(learner: Learner, folder: str | Path, extra: Any = None, kee
     final = folder / f"{_PREFIX}{learner.version:08d}"
     temporary = folder / f".{final.name}.tmp"
     if learner.rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for leftover in folder.glob(f".{_PREFIX}*"):
+            shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
     dist.barrier()
     save(learner.state_dict(), checkpoint_id=temporary / "tensors")
@@ -73,13 +74,15 @@ def save_checkpoint(learner: Learner, folder: str | Path, extra: Any = None, kee
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
     dist.barrier()
     if learner.rank == 0:
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            final.rename(folder / f".{final.name}.old")
         temporary.rename(final)
         pointer = folder / f".{_LATEST}.tmp"
         pointer.write_text(final.name)
         os.replace(pointer, folder / _LATEST)
-        for old in sorted(folder.glob(f"{_PREFIX}*"))[:-keep]:
-            if old != final:
+        kept = sorted(folder.glob(f"{_PREFIX}*"), key=lambda path: path.stat().st_mtime_ns)[-keep:]
+        for old in [*folder.glob(f"{_PREFIX}*"), *folder.glob(f".{_PREFIX}*")]:
+            if old not in kept:
                 shutil.rmtree(old)
     dist.barrier()
     return final

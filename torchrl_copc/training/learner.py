@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torchrl import torchrl_logger
 from torchrl.objectives.common import LossModule
 from torchrl.objectives.value import ValueEstimatorBase
 
@@ -41,6 +41,8 @@ from torchrl_copc.value.functional import log_ratio_bounds
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Metrics of loss modules that are not means over tokens, or that `_diagnostics` has for the global batch.
 _NOT_AVERAGED = {"ESS", "explained_variance", "kl_approx", "kl_k3", "clip_fraction_low", "clip_fraction_high"}
+
+_MAX_DUMPS = 20  # a run that skips every update must not fill the disk
 
 
 class NonFiniteError(RuntimeError):
@@ -68,11 +70,7 @@ class _Batch:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW of one network.
-
-    Raises:
-        ValueError: if a setting is out of range, by :meth:`check`.
-    """
+    """AdamW of one network."""
 
     lr: float = 1e-6
     warmup_updates: int = 0  # optimizer updates over which lr rises linearly to its value
@@ -83,6 +81,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0  # global L2 norm, over all ranks
 
     def check(self, name: str) -> None:
+        """Refuse settings out of range; ``name`` is where they are set, ``"actor"`` or ``"critic"``."""
         for key in ("lr", "warmup_updates", "weight_decay"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"learner.{name}.{key} must be at least 0, got {getattr(self, key)}")
@@ -99,7 +98,7 @@ class LearnerConfig:
     """Settings of the learner.
 
     Raises:
-        ValueError: if a setting is out of range, by :meth:`check`.
+        ValueError: if a setting is out of range, with its name and value.
     """
 
     actor: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -116,7 +115,7 @@ class LearnerConfig:
     device: str = "auto"  # "auto" = this rank's GPU when there is one, else "cpu"
     seed: int = 0  # of torch's generators and of the split into minibatches
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         self.actor.check("actor")
         self.critic.check("critic")
         for key, least in (
@@ -151,7 +150,8 @@ def start_process_group(device: str = "auto") -> torch.device:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if not use_cuda:
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", 0))
@@ -244,7 +244,7 @@ class Learner:
         nonfinite_updates: updates that the finite gate left out so far.
 
     Raises:
-        ValueError: if a setting is out of range.
+        TypeError: if a trunk has no ``layers``.
     """
 
     def __init__(
@@ -256,7 +256,6 @@ class Learner:
         value_estimator: ValueEstimatorBase,
         dump_dir: str | Path = "nonfinite",
     ) -> None:
-        config.check()
         self.config, self.loss, self.value_estimator = config, loss, value_estimator
         self.dump_dir = Path(dump_dir)
         self.device = start_process_group(config.device)
@@ -301,8 +300,10 @@ class Learner:
             )
         try:
             metrics = self._update(self._shuffled(rows))
-        finally:
+        except NonFiniteError:
             self.version += 1
+            raise
+        self.version += 1
         metrics |= {f"time_{name}": seconds for name, seconds in self._times.items()}
         metrics["time_total"] = perf_counter() - start
         metrics["nonfinite_updates_total"] = float(self.nonfinite_updates)
@@ -459,10 +460,12 @@ class Learner:
     def _nonfinite(self, what: str, batch: _Batch) -> None:
         self.nonfinite_updates += 1
         batch.metrics["nonfinite_updates"] += 1
-        self.dump_dir.mkdir(parents=True, exist_ok=True)
         path = self.dump_dir / f"version{self.version:06d}_rank{self.rank}.pt"
-        dump = {"reason": what, "version": self.version, "rows": batch.rows, "packed": batch.packed.cpu()}
-        torch.save(dump, path)
+        if self.nonfinite_updates <= _MAX_DUMPS:
+            self.dump_dir.mkdir(parents=True, exist_ok=True)
+            dump = {"reason": what, "version": self.version, "rows": batch.rows, "packed": batch.packed.cpu()}
+            torch.save(dump, path)
+            torchrl_logger.warning(f"{what} is not finite at version {self.version}: batch written to {path}")
         if self.config.on_nonfinite == "stop":
             raise NonFiniteError(
                 f"{what} at version {self.version} is not finite; the batch is in {path}. Lower the learning "

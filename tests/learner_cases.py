@@ -1,0 +1,99 @@
+"""A small learner and batches for its tests; as a script, the two-rank run they compare with (under torchrun)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from lm_cases import llama, row
+
+from torchrl_copc.models.causal_lm import CausalLMActor, CausalLMCritic
+from torchrl_copc.objectives import COPCLoss
+from torchrl_copc.training.checkpoint import save_checkpoint
+from torchrl_copc.training.learner import Learner, LearnerConfig, OptimizerConfig
+from torchrl_copc.value import COPCEstimator
+
+# Row 2 is cut after a trailing observation, so its value is read there.
+ROWS = [row(seed, truncated=seed == 2, trailing=3 * (seed == 2)) for seed in range(9)]
+# Seven rows and two: the first rank has more micro-batches.
+PARTS = (ROWS[:7], ROWS[7:])
+SCORED = [[1, 2, 3, 4, 5], [9, 8, 7]]
+
+
+def make_learner(
+    dump_dir: str | Path = "unused", *, width: int = 32, loss_options=None, **settings
+) -> Learner:
+    """A learner of two-layer Llamas (tied actor); gradients are not clipped unless asked."""
+    actor = CausalLMActor(llama(0, hidden_size=width))
+    critic = CausalLMCritic(llama(1, hidden_size=width).model)
+    torch.manual_seed(2)
+    torch.nn.init.normal_(critic.net.value_head.weight, std=0.3)
+    options = {"eta_policy": 4.0, "eta_advantage": 2.0} | (loss_options or {})
+    loss = COPCLoss(actor, critic, functional=False, **options)
+    estimator = COPCEstimator(value_network=None, eta=options["eta_advantage"], lmbda=0.9)
+    defaults = dict(
+        actor=OptimizerConfig(lr=1e-2, max_grad_norm=1e9),
+        critic=OptimizerConfig(lr=1e-2, max_grad_norm=1e9),
+        max_tokens_per_micro_batch=60,
+        device="cpu",
+    )
+    return Learner(LearnerConfig(**(defaults | settings)), actor, critic, loss, estimator, dump_dir)
+
+
+def gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    """Gradients of the only update so far, from AdamW's first moment."""
+    return {
+        f"{name}.{parameter_name}": learner_state["exp_avg"].full_tensor() / 0.1
+        for name, network in (("actor", learner.actor), ("critic", learner.critic))
+        for parameter_name, learner_state in network.state_dict()["optimizer"].items()
+    }
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}.{key}": value.full_tensor().clone()
+        for name, network in (("actor", learner.actor), ("critic", learner.critic))
+        for key, value in network.net.state_dict().items()
+    }
+
+
+CASES = {
+    "token_mean": dict(aggregation="token_mean"),
+    "response_mean": dict(aggregation="response_mean", max_tokens_per_micro_batch=30),
+    "packed": dict(layout="packed"),
+}
+
+
+def run_case(name: str, rows: list, folder: Path) -> dict:
+    """One update; what must not depend on the number of ranks."""
+    learner = make_learner(folder, **CASES[name])
+    metrics = learner.update(rows)
+    result = {
+        "metrics": {key: value for key, value in metrics.items() if not key.startswith("time_")},
+        "gradients": gradients(learner),
+        "weights": weights(learner),
+        "scores": learner.score(SCORED),
+        "actor_weights": learner.actor_weights(),
+    }
+    save_checkpoint(learner, folder / name, extra={"rank": learner.rank})
+    return result
+
+
+def main(folder: Path) -> None:
+    import os
+
+    rank = int(os.environ["RANK"])
+    results = {name: run_case(name, PARTS[rank], folder) for name in CASES}
+    learner = make_learner(folder / "dump", on_nonfinite="skip")
+    bad = [one.clone() for one in PARTS[rank]]
+    if rank == 1:
+        bad[0]["next", "reward"][:] = float("nan")
+    results["nonfinite"] = learner.update(bad)
+    torch.save(results, folder / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
