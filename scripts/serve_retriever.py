@@ -1,9 +1,9 @@
 """Serve a corpus over HTTP: ``POST /retrieve``, ``GET /health``.
 
-    python scripts/serve_retriever.py                          # the embedded factbook on 127.0.0.1:8001
+    python scripts/serve_retriever.py                          # the embedded factbook on 127.0.0.1:8000
     python scripts/serve_retriever.py --corpus wiki.jsonl --port 9000
 
-Training then finds it with ``task.env.retriever=http://127.0.0.1:8001/retrieve``.
+Training then finds it with ``task.env.retriever=http://127.0.0.1:8000``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="0.0.0.0 serves other machines, without access control"
     )
-    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()
     if args.corpus.startswith(("http://", "https://")):
         parser.error(f"--corpus {args.corpus}: an address is already a server; give a file")

@@ -128,6 +128,21 @@ def test_a_passing_failure_is_retried(failure):
     assert len(attempts) == 3
 
 
+@pytest.mark.parametrize(
+    ("address", "asked"),
+    [("http://t:1", "/retrieve"), ("http://t:1/", "/retrieve"), ("http://t:1/v2/find", "/v2/find")],
+)
+def test_an_address_without_a_path_means_the_standard_endpoint(address, asked):
+    paths = []
+
+    def handler(request):
+        paths.append(request.url.path)
+        return httpx.Response(200, json={"result": [[]]})
+
+    search(HTTPRetriever(address, transport=httpx.MockTransport(handler)))
+    assert paths == [asked]
+
+
 def test_retries_are_bounded_and_the_error_says_what_happened():
     attempts = []
 
@@ -160,6 +175,7 @@ def test_a_refusal_is_not_retried():
         "<html>",
         '{"results": []}',
         '{"result": [[{"document": {"id": 1}}]]}',
+        '{"result": [[{"document": {"id": 1, "contents": 5}, "score": 1}]]}',
         '{"result": 3}',
         "[]",
         '{"result": []}',

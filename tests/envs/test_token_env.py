@@ -239,6 +239,17 @@ def test_rewritten_ids_are_noticed(tag_tokenizer, tamper, call):
         env.next_turn(episode) if call == "next_turn" else advance(env, episode, turn)
 
 
+def test_ids_rewritten_by_the_environment_itself_are_noticed(tag_tokenizer):
+    class Meddler(Parrot):
+        async def respond(self, episode: TokenEpisode, text: str) -> Observation | Final:
+            episode.token_ids[0] += 1
+            return await super().respond(episode, text)
+
+    env = Meddler(tag_tokenizer, TurnLimits(), stop_tags=STOPS)
+    with pytest.raises(PrefixError):
+        advance(env, begin(env), completion(tag_tokenizer, "<search> x</search>"))
+
+
 def test_the_engine_gets_its_own_copy_of_the_ids(tag_tokenizer):
     env = make(tag_tokenizer)
     episode = begin(env)

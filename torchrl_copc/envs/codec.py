@@ -42,6 +42,7 @@ class TokenCodec:
         self.tokenizer = tokenizer
         self._plain = Tokenizer.from_str(json.dumps(state))
         self._decode = backend.decode
+        self._added: dict[str, int] = tokenizer.get_added_vocab()
         self._ordinary = lru_cache(_ORDINARY_CACHE)(self._encode_plain)
         for token, token_id in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True):
             if token_id in self.ordinary(token):
@@ -64,9 +65,8 @@ class TokenCodec:
         return ids
 
     def single_id(self, tag: str) -> int | None:
-        """The id of a tag that is one token, or ``None``."""
-        ids = self.control(tag)
-        return ids[0] if len(ids) == 1 else None
+        """The id of a tag that is an added token, or ``None`` for one that is made of ordinary tokens."""
+        return self._added.get(tag)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``, special tokens shown."""

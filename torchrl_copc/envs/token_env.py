@@ -133,8 +133,8 @@ class TokenEnv(EnvBase):
     Args:
         tokenizer: a fast Hugging Face tokenizer, the policy's.
         limits: budgets of one episode.
-        stop_tags: texts that end a turn. A tag that is one token of the tokenizer is matched by id, any other
-            on the decoded text of the sampled ids. The tokenizer's end-of-sequence token always ends a turn.
+        stop_tags: texts that end a turn. A tag that is an added token of the tokenizer is matched by id, any
+            other on the decoded text of the sampled ids. The tokenizer's end-of-sequence token always ends a turn.
         prompts: tasks that ``reset`` takes in turn; :meth:`begin` needs none.
 
     Example:
@@ -243,8 +243,9 @@ class TokenEnv(EnvBase):
         started = time.perf_counter()
         outcome = await self.respond(episode, text)
         episode.timings["tool"] += time.perf_counter() - started
-        if episode.done:
+        if episode.done:  # cut while the tool ran
             return None
+        self._check_running_and_unchanged(episode)
         if isinstance(outcome, Final):
             return episode.finish(outcome.reward, outcome.finish_reason)
         observation = self.encode_observation(outcome)
@@ -300,14 +301,9 @@ class TokenEnv(EnvBase):
         if episode.done:
             raise RuntimeError(f"row {episode.row_id} is finished ({episode.finish_reason})")
         if tuple(episode.token_ids) != episode.seen:
-            at = next(
-                (
-                    i
-                    for i, (now, then) in enumerate(zip(episode.token_ids, episode.seen, strict=False))
-                    if now != then
-                ),
-                min(len(episode.token_ids), len(episode.seen)),
-            )
+            pairs = zip(episode.token_ids, episode.seen, strict=False)
+            shared = min(len(episode.token_ids), len(episode.seen))
+            at = next((i for i, (now, then) in enumerate(pairs) if now != then), shared)
             raise PrefixError(
                 f"row {episode.row_id}: the ids from position {at} on are not those the environment left "
                 f"({len(episode.seen)} ids then, {len(episode.token_ids)} now); nothing else may touch them"

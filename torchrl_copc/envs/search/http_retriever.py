@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from torchrl_copc.envs.search.retriever import Passage, RetrieverError, ScoredPassage
 
@@ -23,7 +24,7 @@ class HTTPRetriever:
     the server refuses (any other 4xx) is not.
 
     Args:
-        url: address of the endpoint, such as ``http://127.0.0.1:8001/retrieve``.
+        url: address of the endpoint; ``/retrieve`` is added to one without a path.
         timeout: seconds one attempt may take.
         retries: further attempts after the first.
         backoff: seconds before the first repetition.
@@ -49,7 +50,7 @@ class HTTPRetriever:
             raise ImportError('an HTTP retriever needs httpx: pip install "torchrl_copc[envs]"')
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"retriever {url!r} is not an address; write http://host:port/retrieve")
-        self.url = url
+        self.url = url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/retrieve"
         self._timeout, self._retries, self._backoff = timeout, retries, backoff
         self._max_connections, self._transport = max_connections, transport
         self._client: httpx.AsyncClient | None = None
@@ -88,7 +89,7 @@ class HTTPRetriever:
 
         try:
             response = await self._pool().post(self.url, json=body)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             return None, f"{type(error).__name__} {error}".strip()
         if response.status_code in _RETRIED_STATUS:
             return None, f"HTTP {response.status_code} {response.text[:200]}"
@@ -113,7 +114,7 @@ class HTTPRetriever:
     def _parse(self, response: httpx.Response, expected: int) -> list[list[ScoredPassage]]:
         try:
             result = [[_scored(item) for item in passages] for passages in response.json()["result"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RetrieverError(
                 f"{self.url} answered {response.text[:200]!r} ({type(error).__name__}: {error}); "
                 'needed {"result": [[{"document": {"id", "contents"}, "score"}]]}'
