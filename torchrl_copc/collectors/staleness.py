@@ -31,8 +31,10 @@ Why it cannot deadlock. Suppose every outstanding row has finished. Taking the o
 ``min(open, D(u))`` rows from every ``D(u)``, so the invariant before implies rule 2 after: a full batch can
 be formed. If there are fewer than ``open`` rows, then ``started_rows < (version + 1) * batch_rows`` and rule
 1 admits more as soon as ``e >= version - s``. Running rows end: by themselves, by failing, or at
-``row_deadline``. (Rule 2 over unfinished rows alone lets finished rows pile up beyond what the coming batches
-can hold; rule 1 alone lets slow rows be overtaken until they are too old. The tests show both.)
+``row_deadline``. (The tests break the bound, or hang, with rule 1 alone, with rule 2 alone, when only rows
+due now are waited for, and when only running rows are counted while batches take rows in the order of their
+arrival. Oldest first, counting running rows would do: the invariant then covers the finished ones. The rule
+counts both, so that it does not lean on the order.)
 
 Rows of one group are admitted, consumed and discarded together and are due when the oldest of them is; since
 ``batch_rows % group_size == 0``, every count above is a multiple of the group size and the argument is
@@ -238,9 +240,7 @@ class StalenessController:
         open_rows = self.batch_rows - self.held_rows
         if open_rows == 0 or self._finished_rows < open_rows or not self._bound_survives(open_rows):
             return None
-        oldest_first = sorted(
-            self._finished.values(), key=lambda group: (group.oldest_version, group.sequence)
-        )
+        oldest_first = sorted(self._finished.values(), key=_age)
         taken: list[str] = []
         for group in oldest_first:
             if open_rows == 0:
@@ -296,6 +296,10 @@ class StalenessController:
         """Group of a running row, ``None`` for a row that is not running."""
         group = self._group_of_row.get(row_id)
         return None if group is None else group.group_id
+
+    def held_groups(self) -> list[str]:
+        """Groups of the batch in hand."""
+        return list(self._held)
 
     def finished_groups(self) -> list[str]:
         """Groups that are complete and not consumed, those of the batch in hand included."""

@@ -124,8 +124,7 @@ class RolloutWorker:
         self._process.start()
         theirs.close()
         # multiprocessing joins its children at exit: a run that ends in an exception must not hang there.
-        reference = weakref.ref(self)
-        atexit.register(lambda: (worker := reference()) is not None and worker.shutdown())
+        atexit.register(_shutdown, weakref.ref(self))
         try:
             self._wait_until_ready()
         except BaseException:
@@ -384,6 +383,12 @@ class RolloutWorker:
         self._process.join(5.0)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _shutdown(reference: weakref.ref[RolloutWorker]) -> None:
+    worker = reference()
+    if worker is not None:
+        worker.shutdown()
 
 
 class _PendingCall:

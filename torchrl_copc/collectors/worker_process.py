@@ -137,14 +137,14 @@ class _Server:
             running.task = self._loop.create_task(self._episode(key, running))
         elif kind == "cancel":
             for key in message[1]:
-                running = self._running.pop(key, None)
-                if running is not None and running.task is not None:
-                    running.task.cancel()
+                cancelled = self._running.pop(key, None)
+                if cancelled is not None and cancelled.task is not None:
+                    cancelled.task.cancel()
         elif kind == "cut":
-            running = self._running.get(message[1])
-            if running is not None and running.cut_reason is None:
-                running.cut_reason = message[2]
-                self._spawn(self._cut(running))
+            late = self._running.get(message[1])
+            if late is not None and late.cut_reason is None:
+                late.cut_reason = message[2]
+                self._spawn(self._cut(late))
         elif kind == "call":
             self._spawn(self._call(*message[1:]))
         else:
@@ -179,10 +179,8 @@ class _Server:
                 else:
                     await self._env.advance(episode, completion)
         except asyncio.CancelledError:
-            if running.cut_reason is None:
+            if running.cut_reason is None or episode is None:
                 await self._abort(running)
-                raise
-            if episode is None:
                 raise
             if not episode.done:
                 self._env.cut(episode, running.cut_reason)
