@@ -101,9 +101,8 @@ class HTTPRetriever:
         import httpx
 
         loop = asyncio.get_running_loop()
-        if (
-            self._client is None or self._loop is not loop
-        ):  # a pool belongs to the loop that opened its connections
+        # A pool belongs to the loop that opened its connections.
+        if self._client is None or self._loop is not loop:
             limits = httpx.Limits(
                 max_connections=self._max_connections, max_keepalive_connections=self._max_connections
             )
