@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,12 +108,12 @@ _NOT_HASHED = ("run_root", "run_name", "resume", "checkpoint_every", "keep_check
 
 def config_hash(cfg: Any) -> str:
     """Twelve hex digits that two runs share when they compute the same thing up to the seed."""
-    plain = OmegaConf.to_container(
-        OmegaConf.masked_copy(cfg, [k for k in cfg if k not in _NOT_HASHED]), resolve=True
-    )
-    return hashlib.sha256(OmegaConf.to_yaml(OmegaConf.create(plain), sort_keys=True).encode()).hexdigest()[
-        :12
-    ]
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    for name in _NOT_HASHED:
+        del plain[name]
+    for part in ("learner", "engine"):
+        del plain[part]["seed"]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def check(cfg: TrainConfig) -> None:

