@@ -157,7 +157,7 @@ def test_a_start_that_fails_shows_the_cause() -> None:
         def _build(self) -> None:
             raise RuntimeError("no memory for the cache")
 
-    with pytest.raises(EngineStartError, match="engine.model='m'.*no memory for the cache"):
+    with pytest.raises(EngineStartError, match=r"engine\.model='m'.*no memory for the cache"):
         asyncio.run(Engine(VLLMEngineConfig(model="m")).start())
 
 

@@ -61,8 +61,10 @@ def publisher(engine_thread: Any, config: VLLMEngineConfig, model: Any) -> Itera
     made = WeightPublisher(engine_thread.call, config, PROBE)
     made.calibrate(dict(model.named_parameters()), FIRST_VERSION, scorer(model))
     yield made
-    made.calibrate(dict(model.named_parameters()), 0, scorer(model))
     made.close()
+    restored = WeightPublisher(engine_thread.call, config, PROBE)
+    restored.calibrate(dict(model.named_parameters()), 0, scorer(model))
+    restored.close()
 
 
 def test_a_push_makes_the_engine_compute_with_the_new_weights(
@@ -222,7 +224,7 @@ def test_a_learner_that_disagrees_at_the_start_is_refused(
     engine_thread: Any, config: VLLMEngineConfig, model: Any
 ) -> None:
     made = WeightPublisher(engine_thread.call, config, PROBE)
-    with pytest.raises(WeightSyncError, match="differ by .*rotary settings"):
+    with pytest.raises(WeightSyncError, match=r"differ by .*rotary settings"):
         made.calibrate(dict(model.named_parameters()), 0, scorer(perturbed(model, 6)))
     with pytest.raises(RuntimeError, match="calibrate"):
         made.publish(dict(model.named_parameters()), 1, scorer(model))
