@@ -46,5 +46,5 @@ def test_bad_records_are_refused_with_their_row(tmp_path, record, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl"):
         load_qa(str(tmp_path / "nothing.jsonl"))

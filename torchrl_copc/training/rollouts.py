@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from hydra.utils import get_method
 from tensordict import TensorDictBase
@@ -53,7 +53,7 @@ class Rollouts:
             lag=cfg.collector.lag,
             max_concurrent_rows=cfg.collector.max_concurrent_rows,
             row_deadline=cfg.collector.row_deadline,
-            on_deadline=cfg.collector.on_deadline,
+            on_deadline=cast(Literal["cut", "requeue"], cfg.collector.on_deadline),
             temperature=cfg.collector.temperature,
             seed=cfg.seed,
         )

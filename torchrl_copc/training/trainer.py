@@ -23,7 +23,7 @@ import threading
 import time
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ def run(cfg: Any) -> int:
     Returns:
         exit code: 0, or 143 when a signal stopped the run after it had written a checkpoint.
     """
-    config: TrainConfig = OmegaConf.to_object(cfg)
+    config = cast(TrainConfig, OmegaConf.to_object(cfg))
     check(config)
     if config.logging.threads:
         torch.set_num_threads(config.logging.threads)
@@ -334,7 +334,7 @@ class Trainer:
 def build_learner(config: TrainConfig, path: str, dump_dir: Path) -> Learner:
     """Actor, critic, loss and value estimator of a run."""
     model = config.model
-    shared = {
+    shared: dict[str, Any] = {
         "attn_implementation": model.attn_implementation,
         "gradient_checkpointing": model.gradient_checkpointing,
     }
