@@ -4,8 +4,8 @@ The environment itself writes the rows, so they are token for token what reinfor
 part of them country and answer are random words, put into question and passages alike: only copying explains
 those.
 
-The behaviour shown is meant to be improved on: most episodes guess without a search, and many of the searches
-use a poor query.
+The behaviour shown last is meant to be improved on: most episodes guess without a search, and many of the
+searches use a poor query.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ ATTRIBUTE_BY_NAME = {attribute.name: attribute for attribute in ATTRIBUTES}
 
 @dataclass
 class TraceConfig:
-    """What the traces show. Shares are probabilities."""
+    """What a phase's traces show, and for how long. Shares are probabilities."""
 
-    direct: float = 0.57  # of all traces: a guess without a search
-    good_query: float = 0.67  # of the searches; the others lack country or fact, or ask for another fact
+    steps: int
+    batch_rows: int
+    direct: float  # of all traces: a guess without a search
+    good_query: float  # of the searches; the others lack country or fact, or ask for another fact
     random_answer: float = 0.6  # of all traces: the answer is random words
     random_country: float = 0.4  # of all traces: the country is random words
 
@@ -98,6 +100,10 @@ class TraceWriter:
         self._guesses: dict[str, list[str]] = {}
         for prompt in prompts:
             self._guesses.setdefault(prompt.metadata["attribute"], []).append(prompt.answers[0])
+
+    async def batch(self) -> list[SFTRow]:
+        """The rows of one training step."""
+        return [await self.row() for _ in range(self.config.batch_rows)]
 
     async def row(self) -> SFTRow:
         """One trace. It ends with a poor query: what would follow holds no answer to copy."""

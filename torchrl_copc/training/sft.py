@@ -1,8 +1,8 @@
-"""Supervised start of the tiny search model: tokenizer, copying, then the search protocol.
+"""Supervised start of the tiny search model: tokenizer, copying, reading, then habits to improve on.
 
 A model of half a million parameters cannot know facts, but it can learn to copy them out of a passage, if it
-meets copying first on its own: random segments, repeated once. Only then come the traces of
-:mod:`~torchrl_copc.training.search_traces`.
+meets copying first on its own: random segments, repeated once. Then it reads: traces in which every search is good
+and its answer is copied. A short last phase shows the poor habits that reinforcement learning starts from.
 """
 
 from __future__ import annotations
@@ -84,14 +84,13 @@ class SFTConfig:
     num_threads: int = 2
     learning_rate: float = 2e-3
     warmup_steps: int = 50
-    trace_steps: int = 1500  # second phase
-    trace_batch_rows: int = 96
-    copy_share: float = 0.1  # of the second phase's steps that go on with the first
+    copy_share: float = 0.1  # of the later phases' steps that go on with the first
     eval_questions: int = 200  # held-out ones, per measurement
     task: dict[str, Any] = field(default_factory=dict)  # the environment, as reinforcement learning uses it
     model: TinyModelConfig = field(default_factory=TinyModelConfig)
     copy: CopyConfig = field(default_factory=CopyConfig)
-    traces: TraceConfig = field(default_factory=TraceConfig)
+    reading: TraceConfig = field(default_factory=lambda: TraceConfig(700, 48, direct=0.0, good_query=1.0))
+    habits: TraceConfig = field(default_factory=lambda: TraceConfig(150, 96, direct=0.57, good_query=0.67))
 
 
 ConfigStore.instance().store(name="sft_schema", node=SFTConfig)
@@ -160,26 +159,30 @@ def copy_row(rng: random.Random, config: CopyConfig, vocab_size: int) -> SFTRow:
 
 
 class Trainer:
-    """AdamW with warm-up and linear decay, on rows of any length, in bfloat16 with float32 weights.
+    """AdamW on rows of any length, in bfloat16 with float32 weights.
 
     Args:
         model: a Llama.
         learning_rate: at its peak.
         warmup_steps: until the peak.
-        total_steps: until it has decayed to a twentieth.
+        decay_steps: until it has decayed linearly to a twentieth; None for no decay.
     """
 
-    def __init__(self, model: Any, learning_rate: float, warmup_steps: int, total_steps: int) -> None:
+    def __init__(
+        self, model: Any, learning_rate: float, warmup_steps: int, decay_steps: int | None = None
+    ) -> None:
         self.model = model
         # Twice as fast as scaled_dot_product_attention here: its CPU backward pass is slow for small heads.
         model.set_attn_implementation("eager")
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01
         )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer,
-            lambda step: min(1.0, (step + 1) / warmup_steps) * max(0.05, 1 - step / total_steps),
-        )
+
+        def schedule(step: int) -> float:
+            decay = 1.0 if decay_steps is None else max(0.05, 1 - step / decay_steps)
+            return min(1.0, (step + 1) / warmup_steps) * decay
+
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
 
     def step(self, rows: Sequence[SFTRow]) -> tuple[float, float]:
         """One update; returns mean loss (nats) and accuracy over the learned tokens."""
@@ -220,7 +223,7 @@ def _micro_batches(rows: Sequence[SFTRow]) -> Iterator[tuple[torch.Tensor, torch
 
 
 def run(config: SFTConfig) -> dict[str, dict[str, float]]:
-    """Train tokenizer and model, write them to ``config.output_dir`` and measure what was written.
+    """Train tokenizer and model, write them to ``config.output_dir`` and measure them.
 
     Returns:
         Metrics on held-out countries, as in ``provenance.json`` of the output folder.
@@ -231,47 +234,25 @@ def run(config: SFTConfig) -> dict[str, dict[str, float]]:
     rng = random.Random(config.seed)
     output = Path(config.output_dir)
 
-    options = config.task["env"].get("retriever_options", {})
-    passages = load_corpus(**options)
+    passages = load_corpus(**config.task["env"].get("retriever_options", {}))
     prompts = load_questions("train", hops=1)
     tokenizer = train_tokenizer(_tokenizer_texts(passages, prompts), config.model.vocab_size)
     tokenizer.save_pretrained(output)
     env = instantiate(config.task["env"], tokenizer_path=str(output))
-    model = build_model(config.model, tokenizer)
-    trainer = Trainer(
-        model, config.learning_rate, config.warmup_steps, config.copy.steps + config.trace_steps
-    )
-
-    def copy_batch() -> list[SFTRow]:
-        return [copy_row(rng, config.copy, config.model.vocab_size) for _ in range(config.copy.batch_rows)]
-
-    for step in range(config.copy.steps):
-        loss, accuracy = trainer.step(copy_batch())
-        _log_step("copy", step, loss, accuracy, started)
-        if accuracy >= config.copy.accuracy:
-            break
-    copy_steps = step + 1
-
     words = [word for passage in passages[::50] for word in re.findall(r"[\w'-]+", passage.text)]
-    writer = TraceWriter(env, prompts, words, config.traces, rng)
+    writers = [TraceWriter(env, prompts, words, phase, rng) for phase in (config.reading, config.habits)]
 
-    async def trace_batch() -> list[SFTRow]:
-        return [await writer.row() for _ in range(config.trace_batch_rows)]
-
-    for step in range(config.trace_steps):
-        if rng.random() < config.copy_share:
-            trainer.step(copy_batch())
-        else:
-            loss, accuracy = trainer.step(asyncio.run(trace_batch()))
-            _log_step("traces", step, loss, accuracy, started)
-
+    model = build_model(config.model, tokenizer)
+    copy_steps = _learn_to_copy(model, config, rng)
+    _learn_traces(model, config, rng, writers)
     model.save_pretrained(output)
     minutes = (time.monotonic() - started) / 60
+
     held_out = load_questions("dev", hops=1)[: config.eval_questions]
     metrics = asyncio.run(_measure_all(model.eval(), env, held_out))
     provenance = {
         "command": "python scripts/sft.py experiment=sft_search_tiny",
-        "config": asdict(config),
+        "config": {name: value for name, value in asdict(config).items() if name != "output_dir"},
         "copy_steps": copy_steps,
         "minutes": round(minutes, 1),
         "held_out": {"split": "dev", "questions": len(held_out), **metrics},
@@ -279,6 +260,34 @@ def run(config: SFTConfig) -> dict[str, dict[str, float]]:
     }
     (output / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
     return metrics
+
+
+def _learn_to_copy(model: Any, config: SFTConfig, rng: random.Random) -> int:
+    trainer = Trainer(model, config.learning_rate, config.warmup_steps)
+    for step in range(1, config.copy.steps + 1):
+        loss, accuracy = trainer.step(_copy_batch(config, rng))
+        _log_step("copy", step, loss, accuracy)
+        if accuracy >= config.copy.accuracy:
+            break
+    return step
+
+
+def _learn_traces(model: Any, config: SFTConfig, rng: random.Random, writers: Sequence[TraceWriter]) -> None:
+    total_steps = sum(writer.config.steps for writer in writers)
+    trainer = Trainer(model, config.learning_rate, config.warmup_steps, total_steps)
+    step = 0
+    for writer in writers:
+        for _ in range(writer.config.steps):
+            step += 1
+            if rng.random() < config.copy_share:
+                trainer.step(_copy_batch(config, rng))
+            else:
+                loss, accuracy = trainer.step(asyncio.run(writer.batch()))
+                _log_step("traces", step, loss, accuracy)
+
+
+def _copy_batch(config: SFTConfig, rng: random.Random) -> list[SFTRow]:
+    return [copy_row(rng, config.copy, config.model.vocab_size) for _ in range(config.copy.batch_rows)]
 
 
 def _tokenizer_texts(passages: Sequence[Passage], prompts: Sequence[Prompt]) -> Iterator[str]:
@@ -298,7 +307,6 @@ async def _measure_all(model: Any, env: SearchEnv, prompts: Sequence[Prompt]) ->
     }
 
 
-def _log_step(phase: str, step: int, loss: float, accuracy: float, started: float) -> None:
+def _log_step(phase: str, step: int, loss: float, accuracy: float) -> None:
     if step % 20 == 0:
-        seconds = time.monotonic() - started
-        logger.info("%s step %d: loss %.3f, accuracy %.3f, %.0f s", phase, step, loss, accuracy, seconds)
+        logger.info("%s step %d: loss %.3f, accuracy %.3f", phase, step, loss, accuracy)
