@@ -153,9 +153,7 @@ class AsyncRolloutCollector(BaseCollector):
         self._sampler = ChosenSampler()
         # Outstanding rows and the batch in hand: what the buffer can hold at once.
         self.buffer = ReplayBuffer(
-            storage=LazyStackStorage((max_staleness + 2) * batch_rows),
-            sampler=self._sampler,
-            batch_size=batch_rows,
+            storage=LazyStackStorage((max_staleness + 2) * batch_rows), sampler=self._sampler
         )
         self._groups: dict[str, _GroupEntry] = {}
         self._cut_at: dict[str, float] = {}

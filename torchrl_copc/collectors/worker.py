@@ -373,8 +373,9 @@ class RolloutWorker:
         with self._lock:
             calls = list(self._calls.values())
         for pending in calls:
-            pending.error = error
-            pending.done.set()
+            if not pending.done.is_set():
+                pending.error = error
+                pending.done.set()
 
     def _kill(self) -> None:
         """End the worker and everything it started: its engine's processes share its process group."""

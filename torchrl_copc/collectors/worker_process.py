@@ -105,13 +105,13 @@ class _Server:
         writer.start()
         engine = None
         try:
-            self._send("stage", "build the environment")
+            self._report("stage", "build the environment")
             self._env = env_factory()
-            self._send("stage", "build the engine")
+            self._report("stage", "build the engine")
             engine = self._engine = engine_factory()
-            self._send("stage", "start the engine")
+            self._report("stage", "start the engine")
             await engine.start()
-            self._send("ready", await engine.weight_version())
+            self._report("ready", await engine.weight_version())
             while (message := await inbox.get())[0] != "shutdown":
                 self._handle(message)
         except BaseException:
@@ -235,6 +235,10 @@ class _Server:
         task = self._loop.create_task(coroutine)
         self._helpers.add(task)  # the loop keeps only weak references
         task.add_done_callback(self._helpers.discard)
+
+    def _report(self, *message: Any) -> None:
+        """Send at once, for the start: a process that dies in a stage must have named it before."""
+        self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
     def _send(self, *message: Any) -> None:
         self._outbox.put(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
