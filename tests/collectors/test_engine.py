@@ -65,6 +65,16 @@ def test_a_seed_reproduces_a_turn_whatever_else_runs(engine_thread: Any) -> None
     assert len(set(tokens)) == 3
 
 
+def test_more_seeded_prompts_than_fit_one_step_are_all_served(engine_thread: Any) -> None:
+    # Prompts cut into chunks would kill vLLM's CPU worker as soon as a request has a seed.
+    prompts = [[5 + (i + j) % 200 for j in range(400)] for i in range(24)]
+    futures = [
+        engine_thread.submit("generate", prompt, max_tokens=4, seed=i, request_id=f"crowd-{i}")
+        for i, prompt in enumerate(prompts)
+    ]
+    assert [len(future.result(120).token_ids) for future in futures] == [4] * 24
+
+
 def test_temperature_zero_is_greedy(engine_thread: Any, model: Any) -> None:
     out = engine_thread.call("generate", PROMPT, max_tokens=12, temperature=0.0, request_id="greedy")
     expected = list(PROMPT)

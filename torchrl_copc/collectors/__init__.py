@@ -1,0 +1,1 @@
+"""Rollouts: engine, weight pushes, worker process and the collector."""

@@ -309,6 +309,9 @@ class VLLMEngine:
                 gpu_memory_utilization=config.gpu_memory_utilization,
                 tensor_parallel_size=config.tensor_parallel_size,
                 enforce_eager=eager,
+                # A chunk of a prompt samples a token that is thrown away, and vLLM 0.32 then rewinds the request's
+                # seeded generator by its offset, which CPU generators do not have: that would kill the engine core.
+                enable_chunked_prefill=not on_cpu,
                 skip_tokenizer_init=config.skip_tokenizer,
                 # The log-probs of the distribution sampled from, temperature included.
                 logprobs_mode="processed_logprobs",

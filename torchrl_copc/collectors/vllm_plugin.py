@@ -235,5 +235,8 @@ def _exit_with_owner(pid: int) -> None:
 
 
 WeightTransferEngineFactory.register_engine("shm", ShmWeightTransferEngine)
+# vLLM 0.32 runs AMX attention kernels on CPUs that have them without asking the kernel for permission: with a model
+# whose layers are too small for oneDNN, which would ask, the first bfloat16 request is an illegal instruction.
+torch.cpu._init_amx()
 if OWNER_PID in os.environ:
     _exit_with_owner(int(os.environ[OWNER_PID]))
