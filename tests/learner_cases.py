@@ -22,16 +22,15 @@ SCORED = [[1, 2, 3, 4, 5], [9, 8, 7]]
 
 
 def make_learner(
-    dump_dir: str | Path = "unused", *, width: int = 32, loss_options=None, **settings
+    dump_dir: str | Path = "unused", *, width: int = 32, gradient_checkpointing: bool = False, **settings
 ) -> Learner:
     """A learner of two-layer Llamas (tied actor); gradients are not clipped unless asked."""
-    actor = CausalLMActor(llama(0, hidden_size=width))
-    critic = CausalLMCritic(llama(1, hidden_size=width).model)
+    actor = CausalLMActor(llama(0, hidden_size=width), gradient_checkpointing=gradient_checkpointing)
+    critic = CausalLMCritic(llama(1, hidden_size=width).model, gradient_checkpointing=gradient_checkpointing)
     torch.manual_seed(2)
     torch.nn.init.normal_(critic.net.value_head.weight, std=0.3)
-    options = {"eta_policy": 4.0, "eta_advantage": 2.0} | (loss_options or {})
-    loss = COPCLoss(actor, critic, functional=False, **options)
-    estimator = COPCEstimator(value_network=None, eta=options["eta_advantage"], lmbda=0.9)
+    loss = COPCLoss(actor, critic, functional=False, eta_policy=4.0)
+    estimator = COPCEstimator(value_network=None, eta=2.0, lmbda=0.9)
     defaults = dict(
         actor=OptimizerConfig(lr=1e-2, max_grad_norm=1e9),
         critic=OptimizerConfig(lr=1e-2, max_grad_norm=1e9),
@@ -62,6 +61,7 @@ CASES = {
     "token_mean": dict(aggregation="token_mean"),
     "response_mean": dict(aggregation="response_mean", max_tokens_per_micro_batch=30),
     "packed": dict(layout="packed"),
+    "keep_activations": dict(keep_activations=True),
 }
 
 

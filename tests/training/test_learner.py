@@ -32,7 +32,7 @@ def assert_equal(ours: dict, theirs: dict) -> None:
 
 
 def test_gradients_are_those_of_the_formulas_row_by_row_in_float64():
-    """eta_policy=4 and eta_advantage=2: I(eta_P) = [0, 3.24], I(eta_A) = [.2, 2.12]; lmbda=.9, step trace."""
+    """eta_policy=4, eta=2: I(eta_P) = [0, 3.24], I(eta_A) = [.2, 2.12]; lmbda=.9, step trace, full form."""
     learner = make_learner()
     head = learner.critic.net.value_head.weight.full_tensor().detach().double()
     learner.update(ROWS)
@@ -72,11 +72,17 @@ def test_gradients_are_those_of_the_formulas_row_by_row_in_float64():
 
 @pytest.mark.parametrize(
     "settings",
-    [dict(max_tokens_per_micro_batch=1), dict(max_tokens_per_micro_batch=10_000), dict(layout="packed")],
+    [
+        dict(max_tokens_per_micro_batch=1),
+        dict(max_tokens_per_micro_batch=10_000),
+        dict(layout="packed"),
+        dict(gradient_checkpointing=True),
+        dict(keep_activations=True),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("aggregation", ["token_mean", "response_mean"])
-def test_micro_batches_and_packing_leave_gradients_unchanged(settings, aggregation):
+def test_micro_batches_packing_and_recomputation_leave_gradients_unchanged(settings, aggregation):
     reference, other = (
         make_learner(aggregation=aggregation),
         make_learner(aggregation=aggregation, **settings),
@@ -151,6 +157,29 @@ def test_non_finite_update_stops_the_run_with_the_file(tmp_path):
         learner.update(rows)
     assert_equal(weights(learner), before)
     assert learner.version == 1
+
+
+@pytest.mark.parametrize("keep_activations", [False, True])
+def test_a_frozen_pass_that_is_not_finite_leaves_the_learner_usable(tmp_path, keep_activations):
+    learner = make_learner(tmp_path, on_nonfinite="skip", keep_activations=keep_activations)
+    before = learner.critic.net.value_head.bias.full_tensor().detach().clone()
+    with torch.no_grad():
+        learner.critic.net.value_head.bias.to_local().fill_(float("nan"))
+    assert learner.update(ROWS)["nonfinite_updates"] == 1
+    with torch.no_grad():
+        learner.critic.net.value_head.bias.to_local().copy_(before)
+    learner.update(ROWS)
+    reference = make_learner()
+    reference.update(ROWS)
+    assert_same(gradients(learner), gradients(reference))
+
+
+def test_activations_are_kept_for_the_first_update_only():
+    settings = dict(minibatches_per_batch=2, critic_updates=2, critic_warmup_batches=1)
+    kept, plain = make_learner(keep_activations=True, **settings), make_learner(**settings)
+    for _ in range(2):
+        kept.update(ROWS), plain.update(ROWS)
+    assert_same(weights(kept), weights(plain), rtol=1e-4)
 
 
 def test_critic_warm_up_leaves_the_actor_bitwise_unchanged():

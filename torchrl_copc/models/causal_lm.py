@@ -98,7 +98,8 @@ class CausalLMActor(TensorDictModuleBase):
         gradient_checkpointing: recompute activations in the backward pass. Defaults to ``False``.
 
     Reads ``("lm", "input_ids" | "position_ids" | "predict_index" | "target_ids")``, writes ``log_prob`` and
-    ``entropy`` (nats, float32 ``[1, n, 1]``).
+    ``entropy`` (nats, float32 ``[1, n, 1]``). Where ``("lm", "outputs")`` holds these two, of an earlier pass
+    with the same weights, they are taken from there.
 
     Raises:
         ValueError: if the model's head has a bias, a logit scale or soft-capping.
@@ -186,6 +187,8 @@ class CausalLMActor(TensorDictModuleBase):
         return tied
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if (outputs := tensordict.get(("lm", "outputs"), None)) is not None:
+            return tensordict.update(outputs)
         log_prob, entropy = self.net(*(tensordict.get(key) for key in self.in_keys))
         tensordict.set("log_prob", log_prob.reshape(1, -1, 1))
         return tensordict.set("entropy", entropy.reshape(1, -1, 1))
@@ -212,7 +215,8 @@ class CausalLMCritic(TensorDictModuleBase):
 
     Reads ``("lm", "input_ids" | "position_ids" | "predict_index" | "final_index")``, writes ``state_value``
     (float32 ``[1, n, 1]``, reward units) and ``final_value`` (float32 ``[B]``: the value after each row's
-    last token, trailing observation included).
+    last token, trailing observation included). Where ``("lm", "outputs")`` holds these two, of an earlier
+    pass with the same weights, they are taken from there.
 
     Examples:
         >>> import torch
@@ -270,6 +274,8 @@ class CausalLMCritic(TensorDictModuleBase):
         return self.net.trunk
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if (outputs := tensordict.get(("lm", "outputs"), None)) is not None:
+            return tensordict.update(outputs)
         input_ids, position_ids, predict, final = (tensordict.get(key) for key in self.in_keys)
         value = self.net(input_ids, position_ids, torch.cat([predict, final]))
         tensordict.set("state_value", value[: predict.numel()].reshape(1, -1, 1))

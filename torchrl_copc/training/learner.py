@@ -58,6 +58,7 @@ class _Batch:
     minibatches: list[list[TensorDict | None]]  # micro-batches; None where only other ranks have one more
     metrics: dict[str, float]
     losses: dict[str, list[float]]  # per update, over all ranks
+    kept: dict[str, list[TensorDictBase]]  # outputs of the frozen pass with their graphs, by micro-batch
     means: dict[str, list[float]]  # this rank's [sum over tokens, tokens] of the loss module's metrics
 
     def add_means(self, out: dict[str, Tensor], tokens: int) -> None:
@@ -112,6 +113,9 @@ class LearnerConfig:
     critic_warmup_batches: int = 0  # first batches in which only the critic is trained
     param_dtype: str = "float32"  # of the passes, or "bfloat16"; master weights and heads stay float32
     on_nonfinite: str = "stop"  # or "skip": leave the update out; either way the batch is written to a file
+    # The frozen pass serves as the forward pass of the first update, at the price of holding the activations of
+    # the whole (first) minibatch.
+    keep_activations: bool = False
     device: str = "auto"  # "auto" = this rank's GPU when there is one, else "cpu"
     seed: int = 0  # of torch's generators and of the split into minibatches
 
@@ -310,12 +314,11 @@ class Learner:
         return metrics
 
     def _update(self, rows: list[TensorDictBase]) -> dict[str, float]:
-        batch = _Batch(
-            rows, compress(rows).to(self.device), self._minibatches(rows), {"nonfinite_updates": 0.0}, {}, {}
-        )
-        packed, metrics = batch.packed, batch.metrics
+        packed, metrics = compress(rows).to(self.device), {"nonfinite_updates": 0.0}
+        batch = _Batch(rows, packed, self._minibatches(rows), metrics, losses={}, kept={}, means={})
+        train_actor = self.version >= self.config.critic_warmup_batches
         with self._timed("frozen"):
-            self._frozen_pass(batch)
+            self._frozen_pass(batch, train_actor)
             frozen = ("learner_log_prob", "state_value", ("next", "state_value"))
             finite = all(bool(packed.get(key).isfinite().all()) for key in frozen)
         if self._any(not finite):
@@ -326,7 +329,6 @@ class Learner:
         if self.config.whiten_advantage:
             self._whiten(packed)
         self._set_loss_weights(batch)
-        train_actor = self.version >= self.config.critic_warmup_batches
         for minibatch in batch.minibatches:
             for _ in range(self.config.critic_updates):
                 self._step("critic", self.critic, self.loss.critic_loss, minibatch, batch)
@@ -361,20 +363,28 @@ class Learner:
         most = self._reduce([len(part) for part in minibatches], dist.ReduceOp.MAX).tolist()
         return [part + [None] * (int(n) - len(part)) for part, n in zip(minibatches, most, strict=True)]
 
-    def _frozen_pass(self, whole: _Batch) -> None:
+    def _frozen_pass(self, whole: _Batch, train_actor: bool) -> None:
         """Write learner log-probs, values and next values, as they are before any update."""
         packed = whole.packed
         log_prob, value = (torch.zeros(packed.shape[1], device=self.device) for _ in range(2))
         final_value = torch.zeros(len(whole.rows), device=self.device)
         with self._frozen():
-            for batch in (batch for minibatch in whole.minibatches for batch in minibatch):
-                out = TensorDict({"lm": self._idle() if batch is None else batch})
-                self.actor.module(out)
-                self.critic.module(out)
-                if batch is not None:
-                    log_prob[batch["token_index"]] = out["log_prob"].flatten()
-                    value[batch["token_index"]] = out["state_value"].flatten()
-                    final_value[batch["row_index"]] = out["final_value"]
+            for number, minibatch in enumerate(whole.minibatches):
+                keep = self.config.keep_activations and number == 0
+                for batch in minibatch:
+                    lm = TensorDict({"lm": self._idle() if batch is None else batch})
+                    with torch.set_grad_enabled(keep and train_actor):
+                        actor_out = self.actor.module(lm.copy()).select(*self.actor.module.out_keys)
+                    with torch.set_grad_enabled(keep):
+                        critic_out = self.critic.module(lm.copy()).select(*self.critic.module.out_keys)
+                    if keep:
+                        whole.kept.setdefault("critic", []).append(critic_out)
+                        if train_actor:
+                            whole.kept.setdefault("actor", []).append(actor_out)
+                    if batch is not None:
+                        log_prob[batch["token_index"]] = actor_out["log_prob"].detach().flatten()
+                        value[batch["token_index"]] = critic_out["state_value"].detach().flatten()
+                        final_value[batch["row_index"]] = critic_out["final_value"].detach()
         done, truncated = packed["next", "done"].flatten(), packed["next", "truncated"].flatten()
         at_end = torch.where(truncated, final_value[packed["response_id"].flatten()], 0.0)
         next_value = torch.where(done, at_end, value.roll(-1))
@@ -414,15 +424,20 @@ class Learner:
     ) -> None:
         """Accumulate the gradient of one minibatch, and take the optimizer step when it is finite."""
         total = torch.zeros((), device=self.device)
+        kept = batch.kept.pop(name, [])  # none after the first update: the weights have changed
+        kept.reverse()
         for part in minibatch:
             with self._timed("forward"):
+                lm = (self._idle() if part is None else part).copy()
+                if kept:
+                    lm["outputs"] = kept.pop()
                 if part is None:
-                    out = network.module(TensorDict({"lm": self._idle()}))
+                    out = network.module(TensorDict({"lm": lm}))
                     value = 0.0 * sum(out[key].sum() for key in network.module.out_keys)
                 else:
                     data = batch.packed[:, part["token_index"]]
                     data.batch_size = torch.Size([])
-                    out = dict(loss(data.set("lm", part)).items())
+                    out = dict(loss(data.set("lm", lm)).items())
                     value = sum(out[key] for key in out if key.startswith("loss_"))
                     batch.add_means(out, part["token_index"].numel())
             with self._timed("backward"):
