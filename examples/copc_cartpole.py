@@ -9,10 +9,7 @@ weights of the advantages and the mask of the actor. Needs ``gymnasium``.
 
 from __future__ import annotations
 
-import argparse
-
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch.distributions import Categorical
 from torchrl.collectors import Collector
@@ -38,19 +35,8 @@ def make_env(num_envs: int) -> EnvBase:
     return TransformedEnv(SerialEnv(num_envs, single), RewardSum())
 
 
-def make_networks() -> tuple[ProbabilisticTensorDictSequential, ValueOperator]:
-    actor = ProbabilisticTensorDictSequential(
-        TensorDictModule(
-            MLP(in_features=4, out_features=2, num_cells=[64, 64], activation_class=torch.nn.Tanh),
-            in_keys=["observation"],
-            out_keys=["logits"],
-        ),
-        ProbabilisticTensorDictModule(
-            in_keys=["logits"], out_keys=["action"], distribution_class=Categorical, return_log_prob=True
-        ),
-    )
-    critic = MLP(in_features=4, out_features=1, num_cells=[64, 64], activation_class=torch.nn.Tanh)
-    return actor, ValueOperator(critic, in_keys=["observation"])
+def make_network(outputs: int) -> MLP:
+    return MLP(in_features=4, out_features=outputs, num_cells=[64, 64], activation_class=torch.nn.Tanh)
 
 
 def evaluate(actor: ProbabilisticTensorDictSequential, episodes: int = 10) -> float:
@@ -64,14 +50,16 @@ def evaluate(actor: ProbabilisticTensorDictSequential, episodes: int = 10) -> fl
     return float(first_end.clamp(max=500).float().mean())
 
 
-def episode_returns(data: TensorDictBase) -> torch.Tensor:
-    return data["next", "episode_reward"][data["next", "done"]]
-
-
 def train(seed: int = 0, max_collections: int = 120) -> float:
     """Train until sampled episodes are well above the goal; returns the mean return of greedy episodes."""
     torch.manual_seed(seed)
-    actor, critic = make_networks()
+    actor = ProbabilisticTensorDictSequential(
+        TensorDictModule(make_network(2), in_keys=["observation"], out_keys=["logits"]),
+        ProbabilisticTensorDictModule(
+            ["logits"], ["action"], distribution_class=Categorical, return_log_prob=True
+        ),
+    )
+    critic = ValueOperator(make_network(1), in_keys=["observation"])
     env = make_env(NUM_ENVS)
     env.set_seed(seed)
     frames = NUM_ENVS * STEPS
@@ -118,7 +106,7 @@ def train(seed: int = 0, max_collections: int = 120) -> float:
                 optimizer.step()
         collector.update_policy_weights_()
 
-        recent = torch.cat((recent, episode_returns(data)))[-20:]
+        recent = torch.cat((recent, data["next", "episode_reward"][data["next", "done"]]))[-20:]
         print(
             f"collection {collection:3d}  return {recent.mean():6.1f}  kept {losses['kept_fraction']:.2f}  "
             f"ESS {losses['ESS']:.2f}  kl {losses['kl_approx']:+.4f}",
@@ -133,9 +121,5 @@ def train(seed: int = 0, max_collections: int = 120) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, default=0)
     torch.set_num_threads(1)
-    train(parser.parse_args().seed)
+    train()

@@ -76,7 +76,8 @@ class COPCLoss(LossModule):
         lmbda (float): trace decay. Defaults to ``0.95``.
         lmbda_critic (float, optional): trace decay of the value target. Defaults to ``lmbda``.
         mask_from (str): ``"frozen"`` decides the mask from ``rho_t``, once per batch; ``"current"`` from
-            ``r_t``, afresh in every minibatch. Defaults to ``"frozen"``.
+            ``r_t``, afresh in every minibatch, which also stops a token that this update has moved enough: the
+            better choice for many minibatches per batch. Defaults to ``"frozen"``.
         entropy_bonus (bool): add ``loss_entropy``. Defaults to ``False``: the method has no entropy term.
         entropy_coeff (float): weight of the entropy. Defaults to ``0.01``.
         samples_mc_entropy (int): samples for distributions without a closed-form entropy. Defaults to ``1``.

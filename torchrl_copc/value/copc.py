@@ -270,15 +270,17 @@ class COPCEstimator(ValueEstimatorBase):
             time_dim: dimension of time in the batch size, overriding the constructor's.
 
         Raises:
-            KeyError: if a log-prob entry is missing and no ``actor_network`` can compute it.
+            KeyError: if the reward or a log-prob is missing, and no ``actor_network`` can compute the latter.
             ValueError: if a log-prob of a real step is not finite, or a value is missing without a value
                 network.
         """
         keys = self.tensor_keys
-        features = tensordict.get(("next", keys.reward)).ndim - 1
-        if tensordict.batch_dims > features:
+        reward = tensordict.get(("next", keys.reward), None)
+        if reward is None:
+            raise KeyError(f"reward {('next', keys.reward)!r} is missing; set_keys(reward=...) renames it")
+        if tensordict.batch_dims == reward.ndim:
             # a call without tensordict infers the largest common batch size, [*B, T, 1] for packed tokens
-            tensordict.batch_size = tensordict.batch_size[:features]
+            tensordict.batch_size = tensordict.batch_size[:-1]
             tensordict.get("next").batch_size = tensordict.batch_size
         if tensordict.batch_dims < 1:
             raise RuntimeError(
