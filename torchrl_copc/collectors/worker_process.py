@@ -160,7 +160,7 @@ class _Server:
             while not episode.done:
                 turn = self._env.next_turn(episode)
                 turn_began = time.monotonic()
-                running.engine_request = f"{key}-{episode.num_turns}"
+                running.engine_request = f"{request.row_id}-{episode.num_turns}-{key}"
                 completion: Completion = await self._engine.generate(
                     turn.token_ids,
                     max_tokens=turn.max_tokens,
