@@ -127,6 +127,18 @@ def test_a_failed_pause_leaves_the_engine_running_with_its_old_weights() -> None
     run(llm, scenario)
 
 
+def test_a_pause_that_cannot_be_undone_makes_the_engine_unusable() -> None:
+    llm = StubLLM(broken=("pause",), hanging=("resume",))
+
+    async def scenario(engine: VLLMEngine) -> None:
+        with pytest.raises(WeightUpdateError, match="step 'pause'"):
+            await engine.update_weights(WeightUpdate(), 3)
+        with pytest.raises(EngineDeadError, match=r"pause is broken.*not resumed.*engine\.step_timeout"):
+            await engine.generate([1], max_tokens=1, request_id="r")
+
+    run(llm, scenario)
+
+
 def test_two_updates_never_overlap() -> None:
     llm = StubLLM()
 

@@ -97,7 +97,7 @@ class VLLMEngineConfig:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    start_timeout: float = 300.0
+    start_timeout: float = 240.0
     step_timeout: float = 60.0
 
 
@@ -223,7 +223,7 @@ def _check_config(config: VLLMEngineConfig) -> None:
 
 
 class VLLMEngine:
-    """:class:`RolloutEngine` over vLLM's ``AsyncLLM``.
+    """:class:`RolloutEngine` over vLLM's ``AsyncLLM``; its methods are documented there.
 
     Args:
         config: see :class:`VLLMEngineConfig`.
@@ -269,11 +269,13 @@ class VLLMEngine:
         except BaseException:
             await self.shutdown()
             for process in set(multiprocessing.active_children()) - before:
-                process.kill()
+                if process.name.startswith("EngineCore"):  # one that hangs where vLLM does not give up
+                    process.kill()
             raise
 
     def _build(self) -> None:
         config = self.config
+        # vLLM and its processes read these settings from the environment only.
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gib)
         os.environ["TORCHRL_COPC_ENGINE_OWNER_PID"] = str(os.getpid())
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -334,7 +336,7 @@ class VLLMEngine:
         timeout = self.config.start_timeout
         try:
             return await self._guard(work, f"start, stage {name!r}", timeout, "engine.start_timeout")
-        except (ImportError, ValueError, asyncio.CancelledError):
+        except ImportError:
             raise
         except Exception as error:
             raise EngineStartError(
@@ -486,22 +488,32 @@ class VLLMEngine:
 
         assert self._updates is not None
         async with self._updates:
+            loading = False
             try:
                 await step("pause", llm.pause_generation(mode="keep", clear_cache=True))
-            except WeightUpdateError:
-                await step("resume", llm.resume_generation())
-                raise
-            try:
+                loading = True
                 await step("start", llm.start_weight_update())
                 request = WeightTransferUpdateRequest(update_info=update.info)
                 await step("update", llm.update_weights(request))
                 await step("finish", llm.finish_weight_update(weight_version=str(version)))
                 await step("resume", llm.resume_generation())
             except BaseException as error:
-                # The model may hold half of each version, and vLLM cannot undo: nothing may be sampled from it.
-                self._fail(f"unusable after a failed weight update ({error}); restart the engine")
+                if loading:
+                    # The model may hold half of each version, and vLLM cannot undo: nothing may be sampled from it.
+                    self._fail(f"unusable after a failed weight update ({error}); restart the engine")
+                else:
+                    await self._resume_after(error)
                 raise
         return seconds
+
+    async def _resume_after(self, error: BaseException) -> None:
+        """Go on with the old weights after a pause that failed."""
+        try:
+            await self._short(self._running().resume_generation(), "resume after a failed pause")
+        except EngineError as second:
+            self._fail(
+                f"unusable: paused by a failed weight update ({error}) and not resumed ({second}); restart it"
+            )
 
     async def checksums(self) -> list[ParameterChecksum]:
         ranks = await self._short(self._running().collective_rpc("copc_checksums"), "checksums")
@@ -527,8 +539,14 @@ class VLLMEngine:
     def _core_ended(self, process: multiprocessing.process.BaseProcess) -> None:
         asyncio.get_running_loop().remove_reader(process.sentinel)
         self._sentinels.remove(process.sentinel)
-        process.join(timeout=1.0)
+        self._report_end(process, attempts=20)
+
+    def _report_end(self, process: multiprocessing.process.BaseProcess, attempts: int) -> None:
         code = process.exitcode
+        if code is None and attempts:
+            # A thread of vLLM's waits for the same process, and knows its exit code a moment before this one does.
+            asyncio.get_running_loop().call_later(0.05, self._report_end, process, attempts - 1)
+            return
         hint = (
             "; exit code -9 is often the system out of memory: lower engine.kv_cache_gib"
             if code == -9

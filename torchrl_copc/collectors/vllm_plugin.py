@@ -65,6 +65,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
+    model: Any
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """The file comes with each update."""
@@ -174,7 +175,11 @@ def _slices(
 
 
 def checksums(model: nn.Module) -> list[tuple[str, int, int, int, str, str, str, str]]:
-    """Fields of one :class:`~torchrl_copc.collectors.engine.ParameterChecksum` per parameter part in use."""
+    """Fields of one :class:`~torchrl_copc.collectors.engine.ParameterChecksum` per parameter part in use.
+
+    Dense decoder models whose fused layers follow ``packed_modules_mapping``; a mixture of experts reports its fused
+    tensors under vLLM's names, which no learner pushes, and is therefore refused by the publisher.
+    """
     packed = getattr(model, "packed_modules_mapping", {})
     found: list[tuple[str, int, int, int, str, str, str, str]] = []
     seen: set[str] = set()
