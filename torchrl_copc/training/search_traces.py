@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from torchrl_copc.envs.search.env import SearchEnv
 from torchrl_copc.envs.search.factbook import ATTRIBUTES, Attribute
 from torchrl_copc.envs.search.retriever import Passage, Retriever, ScoredPassage
+from torchrl_copc.envs.token_env import TokenEpisode
 from torchrl_copc.trajectory import Completion, Episode, Prompt
 
 _MAX_STAND_IN_TOKENS = 12  # a query or an answer must fit into a turn
@@ -160,7 +161,7 @@ def fact_pattern(attribute: Attribute, answer: str) -> re.Pattern[str]:
     return re.compile(rf'(?:(?<={label}: )|(?<={label}: ")){re.escape(answer)}(?!\w)')
 
 
-async def play(env: SearchEnv, episode: Episode, text: str) -> None:
+async def play(env: SearchEnv, episode: TokenEpisode, text: str) -> None:
     """One scripted turn of the policy."""
     ids = tuple(env.codec.control(text))
     await env.advance(episode, Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop"))

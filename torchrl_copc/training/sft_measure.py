@@ -13,7 +13,7 @@ import torch
 from torchrl_copc.envs.search.env import SearchEnv
 from torchrl_copc.envs.token_env import TurnRequest
 from torchrl_copc.training.search_traces import ATTRIBUTE_BY_NAME, good_query, play
-from torchrl_copc.trajectory import Completion, Prompt
+from torchrl_copc.trajectory import Completion, FinishReason, Prompt
 
 
 async def measure(
@@ -65,6 +65,6 @@ def sample_turn(
             token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
         sampled.append(token)
         step_ids = torch.tensor([[token]])
-    finish_reason = "stop" if sampled[-1] in request.stop_token_ids else "length"
-    zeros = (0,) * len(sampled)
-    return Completion(tuple(sampled), tuple(map(float, zeros)), zeros, finish_reason)
+    finish_reason: FinishReason = "stop" if sampled[-1] in request.stop_token_ids else "length"
+    # Log-probs and versions are for training; nobody reads them here.
+    return Completion(tuple(sampled), (0.0,) * len(sampled), (0,) * len(sampled), finish_reason)

@@ -372,8 +372,8 @@ def _country_splits() -> dict[str, Split]:
     codes = sorted(country.code for country in _countries())
     random.Random(0).shuffle(codes)
     num_dev, num_test = round(_DEV_SHARE * len(codes)), round(_TEST_SHARE * len(codes))
-    splits: list[Split] = ["dev"] * num_dev + ["test"] * num_test
-    splits += ["train"] * (len(codes) - len(splits))
+    counts: dict[Split, int] = {"dev": num_dev, "test": num_test, "train": len(codes) - num_dev - num_test}
+    splits = [split for split, count in counts.items() for _ in range(count)]
     return dict(zip(codes, splits, strict=True))
 
 
