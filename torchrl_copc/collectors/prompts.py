@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import heapq
 import random
@@ -65,7 +66,6 @@ class PromptStream:
         self._cursor = 0
         self._front: list[PromptTicket] = []
         self._in_flight: set[PromptTicket] = set()
-        self._order: tuple[int, list[int]] = (-1, [])
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -78,11 +78,7 @@ class PromptStream:
     def prompt(self, ticket: PromptTicket) -> Prompt:
         """The prompt at a place in the order."""
         epoch, offset = divmod(ticket.index, len(self.prompts))
-        if self._order[0] != epoch:
-            order = list(range(len(self.prompts)))
-            random.Random(f"{self.seed}:{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self.prompts[self._order[1][offset]]
+        return self.prompts[_order(len(self.prompts), self.seed, epoch)[offset]]
 
     def take(self) -> PromptTicket:
         """The next place in the order: re-queued ones first, the earliest of them first."""
@@ -128,3 +124,10 @@ class PromptStream:
         self._front = [PromptTicket(index, attempt) for index, attempt in state["pending"]]
         heapq.heapify(self._front)
         self._in_flight = set()
+
+
+@functools.lru_cache(maxsize=4)
+def _order(size: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(size))
+    random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order

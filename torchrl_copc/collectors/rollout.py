@@ -1,9 +1,9 @@
 """The collector: many episodes at once in the rollout worker, batches of finished rows for the learner.
 
-    PromptStream ─ ticket ─> admit ─ start ─> RolloutWorker ─ row ─> check ─> group complete ─> ReplayBuffer
-    ─> batch
-                               ^ StalenessController: may a group start? may a batch leave?        oldest
-                               first
+    PromptStream ── ticket ──> admit ── start ──> RolloutWorker ── row ──> check ──> group complete
+                                 ^                                                        │
+                         StalenessController                                        ReplayBuffer
+            (may a group start? may a batch leave?) ──> batch, oldest first <──────────── ┘
 
 Messages of the worker are handled on its reader thread, in the learner's process, while the main thread
 trains. One lock guards the ledger. Nothing here decides about staleness;
@@ -110,6 +110,7 @@ class AsyncRolloutCollector(BaseCollector):
     """
 
     total_frames = -1
+    _iterator: Iterator[list[TensorDict]] | None = None
 
     def __init__(
         self,
@@ -271,11 +272,11 @@ class AsyncRolloutCollector(BaseCollector):
         samples: int = 1,
         timeout: float | None = None,
     ) -> list[TensorDict]:
-        """Run one episode per prompt (or ``samples``) on the engine's present weights, next to the training
-        episodes.
+        """Run episodes on the engine's present weights, next to the training episodes.
 
-        No weights may be published before it returns; every token's version is checked. Rows come in the
-        order of ``prompts``; none of them counts as started, consumed or stale.
+        No weights may be published before it returns; every token's version is checked. With a controlled
+        ``lag`` the engine's weights are not the learner's newest. Rows come in the order of ``prompts``; none
+        of them counts as started, consumed or stale.
 
         Args:
             prompts: the held-out tasks.

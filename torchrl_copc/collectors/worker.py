@@ -1,9 +1,8 @@
 """The rollout worker: a process that owns one engine and runs many episodes at once on an asyncio loop.
 
-    learner's process                                    worker process (spawned, its own process group)
-    RolloutWorker ── start / cut / cancel / call ──>     reader thread ─> asyncio loop ─> one coroutine per
-    episode
-      reader thread <── rows / failures / results ──     writer thread <─┘                 env <-> engine
+    learner's process                                  worker process (spawned, its own process group)
+    RolloutWorker ── start / cut / cancel / call ──>   reader thread ─> asyncio loop ─> a coroutine per episode
+      reader thread <── rows / failures / results ──   writer thread <─┘                env <-> engine
 
 Messages are pickled bytes over one pipe; an episode crosses as the plain lists it is made of, no tensor is
 shared. Either side's death is noticed by the other: the worker ends itself and its engine's processes when
