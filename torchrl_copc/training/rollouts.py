@@ -108,6 +108,7 @@ class Rollouts:
     def close(self) -> None:
         """Stop the episodes, and the worker unless it was handed in."""
         self.collector.shutdown()
+        self.publisher.close()
         if self._owns_worker:
             self.worker.shutdown()
 
@@ -127,6 +128,7 @@ def start_worker(cfg: TrainConfig, model_path: str, log_path: Path) -> RolloutWo
     engine = cfg.engine
     engine.model = engine.model or model_path
     env = partial(call_target, cfg.task.env, tokenizer_path=model_path)
+    # The engine's own deadline fires first: its error names the stage.
     return RolloutWorker(
-        partial(make_engine, engine), env, log_path=log_path, stage_timeout=engine.start_timeout
+        partial(make_engine, engine), env, log_path=log_path, stage_timeout=engine.start_timeout + 60
     ).start()
