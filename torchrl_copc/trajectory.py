@@ -138,7 +138,9 @@ class Episode:
 
     def _check_running(self) -> None:
         if self.done:
-            raise RuntimeError(f"row {self.row_id} is finished ({self.finish_reason}); nothing can be appended")
+            raise RuntimeError(
+                f"row {self.row_id} is finished ({self.finish_reason}); nothing can be appended"
+            )
 
     def to_row(self) -> TensorDict:
         """Freeze into a ``TensorDict`` of batch size ``[T]``.
@@ -220,4 +222,6 @@ def check_row(row: TensorDictBase) -> None:
         )
     reward = row.get(REWARD)[mask]
     if not math.isfinite(float(reward.sum())):
-        raise RowError(f"row {name}: reward {float(reward.sum())} is not finite; check the environment's reward")
+        raise RowError(
+            f"row {name}: reward {float(reward.sum())} is not finite; check the environment's reward"
+        )

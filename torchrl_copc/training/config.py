@@ -79,7 +79,6 @@ class LoggingConfig:
     tensorboard: bool = True
     wandb_project: str | None = None  # set it to log to Weights & Biases too
     transcript_every: int = 20  # versions between samples of training transcripts; 0 = none
-    threads: int = 0  # CPU threads of the learner; 0 = torch's choice
 
 
 @dataclass
@@ -87,6 +86,7 @@ class TrainConfig:
     total_versions: int = 100  # batches the learner consumes
     max_minutes: float | None = None  # stop training (not evaluation) after this wall-clock time
     seed: int = 0
+    threads: int = 1  # CPU threads of each learner rank; beside an engine on the same cores, more are slower
     run_root: str = "runs"  # run folders are made here; "latest" links to the newest
     run_name: str | None = None  # None = task-method-date
     resume: str | None = None  # run folder (or one checkpoint in it) to continue

@@ -53,8 +53,7 @@ def run(cfg: Any) -> int:
     """
     config = cast(TrainConfig, OmegaConf.to_object(cfg))
     check(config)
-    if config.logging.threads:
-        torch.set_num_threads(config.logging.threads)
+    torch.set_num_threads(config.threads)
     start_process_group(config.learner.device)
     trainer = Trainer(config, OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
     try:
