@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 
 from torchrl_copc.training.config import TrainConfig
 from torchrl_copc.training.trainer import run
@@ -17,7 +18,7 @@ from torchrl_copc.training.trainer import run
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
 def main(cfg: TrainConfig) -> None:
-    sys.exit(run(cfg))
+    sys.exit(run(cfg, HydraConfig.get().overrides.task))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchrl_copc.training.report import CURVES
+
 pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +36,17 @@ def command(*overrides: str, ranks: int = 1) -> list[str]:
 
 
 def run(*overrides: str, ranks: int = 1) -> str:
+    return finish(command(*overrides, ranks=ranks))
+
+
+def resume(*overrides: str) -> str:
+    """Without the settings of the run: it brings its own."""
+    return finish([sys.executable, str(ROOT / "scripts/train_search.py"), *overrides])
+
+
+def finish(arguments: list[str]) -> str:
     done = subprocess.run(
-        command(*overrides, ranks=ranks),
+        arguments,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -76,7 +87,7 @@ def resumed_run(tmp_path_factory) -> Path:
         "version"
     ]
     assert 2 <= stopped_at < 6
-    run(f"run_root={root}", f"resume={root}/stopped", "total_versions=6")
+    resume(f"resume={root}/latest", "total_versions=6")
     return root / "stopped"
 
 
@@ -118,6 +129,7 @@ def test_the_report_has_what_a_reader_needs(resumed_run):
     metrics = lines(resumed_run / "metrics.jsonl")
     assert all(entry["push_noise_max"] < 1e-3 for entry in metrics if "push_noise_max" in entry)
     assert metrics[-1]["kept_fraction"] > 0.5
+    assert {key for key, _ in CURVES} <= metrics[-1].keys()
 
 
 def test_the_trained_model_differs_and_answers_a_question(resumed_run):

@@ -9,7 +9,8 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_method
 from omegaconf import OmegaConf
 
-from torchrl_copc.training.config import ConfigError, check, config_hash
+from torchrl_copc.training.config import ConfigError, check, config_hash, resumed_config
+from torchrl_copc.training.run_folder import RunFolder
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -46,6 +47,14 @@ def test_the_ablation_differs_from_copc_only_in_eta_advantage():
         ("collector.on_deadline=drop", "collector.on_deadline='drop'"),
         ("collector.temperature=0", "collector.temperature=0"),
         ("total_versions=0", "total_versions=0"),
+        ("collector.group_size=0", "collector.group_size=0"),
+        ("collector.lag=-1", "collector.lag=-1"),
+        ("collector.row_deadline=0", "collector.row_deadline=0"),
+        ("keep_checkpoints=0", "keep_checkpoints=0"),
+        ("evaluation.num_questions=1", "evaluation.num_questions=1"),
+        ("engine.max_model_len=300", "engine.max_model_len=300"),
+        ("engine.model=somewhere", "engine.model='somewhere'"),
+        ("learner.minibatches_per_batch=200", "collector.batch_rows="),
     ],
 )
 def test_contradictory_settings_are_refused_by_name(override, setting):
@@ -55,6 +64,45 @@ def test_contradictory_settings_are_refused_by_name(override, setting):
 
 def test_the_hash_sees_what_is_computed_and_not_where():
     base = config_hash(composed())
+    assert config_hash(composed("evaluation.transcripts=3", "engine.step_timeout=5", "threads=2")) == base
     assert config_hash(composed("seed=7", "run_name=x", "resume=runs/x", "logging.tensorboard=false")) == base
     assert config_hash(composed("method=copc_wo_rc")) != base
     assert config_hash(composed("learner.actor.lr=1e-5")) != base
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config(composed("method=copc_wo_rc", "learner.actor.lr=0.003", "seed=5"))
+    path = folder.path / "checkpoints" / "version_00000002"
+    path.mkdir(parents=True)
+    return path
+
+
+def test_a_resumed_run_keeps_its_own_settings(checkpoint):
+    cfg = resumed_config(checkpoint, ["resume=runs/latest", "total_versions=7", "logging.tensorboard=false"])
+    assert (cfg.method.name, cfg.learner.actor.lr, cfg.seed, cfg.learner.seed) == ("copc_wo_rc", 0.003, 5, 5)
+    assert cfg.total_versions == 7 and cfg.logging.tensorboard is False
+    check(OmegaConf.to_object(cfg))
+
+
+@pytest.mark.parametrize("override", ["method=copc", "collector.lag=1", "seed=1", "+learner.actor.lr=1e-5"])
+def test_a_resumed_run_refuses_to_become_another(checkpoint, override):
+    with pytest.raises(ConfigError, match=f"{override.replace('+', '.')} would make it another run"):
+        resumed_config(checkpoint, [override])
+
+
+def test_a_checkpoint_outside_a_run_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no run folder around it"):
+        resumed_config(tmp_path / "backup" / "version_00000002", [])
+
+
+@pytest.mark.parametrize(("model", "billions"), [("llama_3_2_3b", 3.213), ("qwen3_4b", 4.022)])
+def test_architectures_have_the_published_number_of_parameters(model, billions):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    architecture = OmegaConf.to_container(composed(f"model={model}").model.architecture)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
+    assert sum(p.numel() for p in built.parameters()) / 1e9 == pytest.approx(billions, abs=5e-4)

@@ -48,6 +48,15 @@ def test_transcripts_mark_what_the_policy_did_not_write():
     assert "p-r" in head and "reward 2.00" in head and "gold gold" in head
 
 
+def test_an_environment_with_other_metrics_is_summarised_by_its_own_names():
+    episode = Episode("r", Prompt("p", "q", ("gold",)), "r")
+    episode.append_completion(Completion((2,), (-0.5,), (0,), "stop"))
+    episode.metrics["correct"] = 1.0
+    episode.finish(1.0, "stop")
+    summary = report.summarize([episode.to_row()] * 2)
+    assert summary == {name: {"mean": 1.0, "se": 0.0, "n": 2} for name in ("reward", "correct")}
+
+
 def test_curves_are_drawn_for_runs_that_lack_a_metric(tmp_path):
     report.plot_curves(tmp_path, [{"version": v, "reward": 0.1 * v} for v in range(1, 30)])
     assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from torchrl_copc.collectors.engine import VLLMEngineConfig
+from torchrl_copc.collectors.engine import VLLMEngineConfig, check_engine_config
 from torchrl_copc.training.learner import LearnerConfig
 
 
@@ -70,7 +74,7 @@ class CollectorConfig:
 class EvaluationConfig:
     num_questions: int = 256
     temperature: float = 0.0  # 0 = greedy
-    seed: int = 0  # of the sampling when temperature > 0
+    seed: int = 0  # of the choice of questions
     transcripts: int = 20  # episodes written as readable text
 
 
@@ -84,7 +88,9 @@ class LoggingConfig:
 @dataclass
 class TrainConfig:
     total_versions: int = 100  # batches the learner consumes
-    max_minutes: float | None = None  # stop training (not evaluation) after this wall-clock time
+    max_minutes: float | None = (
+        None  # stop training (not evaluation) after this time, over all parts of a resumed run
+    )
     seed: int = 0
     threads: int = 1  # CPU threads of each learner rank; beside an engine on the same cores, more are slower
     run_root: str = "runs"  # run folders are made here; "latest" links to the newest
@@ -102,26 +108,88 @@ class TrainConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 
-# Settings that say where and how long a run goes on, not what it computes.
-_NOT_HASHED = ("run_root", "run_name", "resume", "checkpoint_every", "keep_checkpoints", "logging", "seed")
+# Settings that say where a run is kept and how it is watched, not what it computes: a resumed run may change them, and
+# the config's hash does not see them.
+_BESIDE = ("run_root", "run_name", "resume", "checkpoint_every", "keep_checkpoints", "logging", "threads")
+_NOT_HASHED = (
+    *_BESIDE,
+    "seed",
+    "learner.seed",
+    "engine.seed",
+    "engine.start_timeout",
+    "engine.step_timeout",
+    "evaluation.transcripts",
+)
+_MAY_CHANGE = (*_BESIDE, "total_versions", "max_minutes")
 
 
 def config_hash(cfg: Any) -> str:
     """Twelve hex digits that two runs share when they compute the same thing up to the seed."""
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     for name in _NOT_HASHED:
-        del plain[name]
-    for part in ("learner", "engine"):
-        del plain[part]["seed"]
+        *parents, key = name.split(".")
+        part = plain
+        for parent in parents:
+            part = part[parent]
+        part.pop(key)
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def resumed_config(checkpoint: Path, overrides: Sequence[str]) -> Any:
+    """The configuration a run was started with, and what the command line may change about it.
+
+    Args:
+        checkpoint: in ``RUN/checkpoints``.
+        overrides: ``key=value`` of the command line.
+
+    Raises:
+        ConfigError: for a checkpoint outside a run folder, and for an override that would make it another run.
+    """
+    run = checkpoint.parents[1]
+    saved = run / "config.yaml"
+    if checkpoint.parent.name != "checkpoints" or not saved.is_file():
+        raise ConfigError(
+            f"resume={checkpoint}: no run folder around it (looked for {saved}); resume from RUN or "
+            "RUN/checkpoints/version_N"
+        )
+    cfg = OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.load(saved))
+    for override in overrides:
+        name = override.split("=")[0].lstrip("+~")
+        if name.split(".")[0] not in _MAY_CHANGE:
+            raise ConfigError(
+                f"resume continues {run} with its own settings; {override} would make it another run: leave it out, or "
+                f"start a new run (a resumed run may change {', '.join(_MAY_CHANGE)})"
+            )
+    return OmegaConf.merge(cfg, OmegaConf.from_dotlist(list(overrides)))
+
+
 def check(cfg: TrainConfig) -> None:
-    """Refuse settings that do not go together.
+    """Refuse settings that are out of range or do not go together.
 
     Raises:
         ConfigError: naming the setting to change.
     """
+    for name, least in (
+        ("total_versions", 1),
+        ("threads", 1),
+        ("keep_checkpoints", 1),
+        ("checkpoint_every", 0),
+        ("collector.batch_rows", 1),
+        ("collector.group_size", 1),
+        ("collector.max_staleness", 0),
+        ("collector.lag", 0),
+        ("collector.max_concurrent_rows", 1),
+        ("evaluation.num_questions", 2),
+        ("evaluation.temperature", 0),
+        ("logging.transcript_every", 0),
+    ):
+        value = attrgetter(name)(cfg)
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value} must be at least {least}")
+    for name in ("max_minutes", "collector.row_deadline", "collector.temperature"):
+        value = attrgetter(name)(cfg)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name}={value} must be above 0")
     c = cfg.collector
     if c.batch_rows % c.group_size:
         raise ConfigError(
@@ -135,13 +203,23 @@ def check(cfg: TrainConfig) -> None:
         )
     if c.on_deadline not in ("cut", "requeue"):
         raise ConfigError(f"collector.on_deadline={c.on_deadline!r}: choose 'cut' or 'requeue'")
-    if c.temperature <= 0:
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if c.batch_rows < ranks * cfg.learner.minibatches_per_batch:
         raise ConfigError(
-            f"collector.temperature={c.temperature}: training rollouts are sampled, so it must be above 0 "
-            "(evaluation.temperature=0 is greedy evaluation)"
+            f"collector.batch_rows={c.batch_rows} is too few for {ranks} ranks with "
+            f"learner.minibatches_per_batch={cfg.learner.minibatches_per_batch}: each needs a row"
         )
-    if cfg.total_versions < 1:
-        raise ConfigError(f"total_versions={cfg.total_versions}: at least one batch is needed")
+    if cfg.engine.model:
+        raise ConfigError(
+            f"engine.model={cfg.engine.model!r}: the engine starts from model.path, set that instead"
+        )
+    check_engine_config(replace(cfg.engine, model=cfg.model.path))
+    response = cfg.task.env.get("max_response_tokens")
+    if response is not None and response >= cfg.engine.max_model_len:
+        raise ConfigError(
+            f"engine.max_model_len={cfg.engine.max_model_len} leaves no room for a prompt beside "
+            f"task.env.max_response_tokens={response}; raise the first or lower the second"
+        )
 
 
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)

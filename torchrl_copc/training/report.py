@@ -10,19 +10,21 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_copc.trajectory import POLICY_MASK, TOKENS, metadata
+from torchrl_copc.trajectory import POLICY_MASK, REWARD, TOKENS, metadata
 
 Summary = dict[str, dict[str, float]]
 
-# Report name -> key in a row's metrics.
-METRICS = {"reward": "reward", "em": "em", "search_rate": "searched"}
+# Metrics of a row that read better under another name once they are averaged.
+_NAMES = {"searched": "search_rate"}
 CURVES = (
     ("reward", "reward"),
     ("em", "exact match"),
     ("search_rate", "episodes that searched"),
     ("staleness_mean", "staleness (versions)"),
     ("kept_fraction", "kept fraction of tokens"),
-    ("actor_grad_norm", "actor gradient norm"),
+    ("grad_norm_actor", "actor gradient norm"),
+    ("ESS", "effective sample size of the ratios"),
+    ("explained_variance", "explained variance of the critic"),
 )
 
 
@@ -41,15 +43,19 @@ def mean_and_error(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarize(rows: Sequence[TensorDictBase]) -> Summary:
-    """Mean, standard error and count of reward, exact match and search rate over finished rows."""
-    metrics = [metadata(row)["metrics"] for row in rows]
-    return {name: mean_and_error([float(m[key]) for m in metrics]) for name, key in METRICS.items()}
+    """Mean, standard error and count of the reward and of every metric of the environment over finished rows."""
+    values: dict[str, list[float]] = {"reward": [float(row.get(REWARD).sum()) for row in rows]}
+    for row in rows:
+        for name, value in metadata(row)["metrics"].items():
+            if name != "reward":
+                values.setdefault(_NAMES.get(name, name), []).append(float(value))
+    return {name: mean_and_error(found) for name, found in values.items()}
 
 
 def difference(before: Summary, after: Summary) -> Summary:
     """After minus before with its standard error (the two taken as independent) and ``z``, their ratio."""
     out: Summary = {}
-    for name in before:
+    for name in (name for name in before if name in after):
         mean = after[name]["mean"] - before[name]["mean"]
         se = math.hypot(before[name]["se"], after[name]["se"])
         out[name] = {"mean": mean, "se": se, "z": mean / se if se > 0 else 0.0}
@@ -66,10 +72,10 @@ def transcript(row: TensorDictBase, decode: Callable[[list[int]], str]) -> str:
             text = decode(ids[start:i])
             parts.append(text if mask[start] else f"«{text}»")
             start = i
-    metrics = info["metrics"]
+    reward = float(row.get(REWARD).sum())
     head = (
-        f"{info['prompt_id']}  reward {metrics.get('reward', math.nan):.2f}  em {metrics.get('em', math.nan):.0f}  "
-        f"turns {info['num_turns']}  finish {info['finish_reason']}  gold {' | '.join(info['answers'])}"
+        f"{info['prompt_id']}  reward {reward:.2f}  turns {info['num_turns']}  finish {info['finish_reason']}  "
+        f"gold {' | '.join(info['answers'])}"
     )
     return head + "\n" + "\n".join(parts)
 
@@ -94,9 +100,15 @@ def plot_curves(run_dir: Path, history: Sequence[Mapping[str, float]]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(2, 3, figsize=(13, 6.5), constrained_layout=True)
+    curves = [(key, label) for key, label in CURVES if any(key in entry for entry in history)]
+    columns = -(-len(curves) // 2)
+    figure, axes = plt.subplots(
+        2, columns, figsize=(4 * columns, 6.5), squeeze=False, constrained_layout=True
+    )
     steps = [entry["version"] for entry in history]
-    for axis, (key, label) in zip(axes.flat, CURVES, strict=True):
+    for axis in axes.flat[len(curves) :]:
+        axis.remove()
+    for axis, (key, label) in zip(axes.flat, curves, strict=False):
         values = [entry.get(key, math.nan) for entry in history]
         axis.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=1)
         axis.plot(steps, _running_mean(values, 10), color="tab:blue", linewidth=1.8)
@@ -123,8 +135,8 @@ def print_report(report: Mapping[str, Any]) -> None:
     table = Table(title=f"held-out questions, n = {report['before']['reward']['n']}")
     for column in ("", "before", "after", "difference", "z"):
         table.add_column(column, justify="left" if not column else "right")
-    for name in METRICS:
-        before, after, delta = report["before"][name], report["after"][name], report["difference"][name]
+    for name, delta in report["difference"].items():
+        before, after = report["before"][name], report["after"][name]
         table.add_row(
             name.replace("_", " "),
             *(f"{s['mean']:.3f} ± {s['se']:.3f}" for s in (before, after)),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from hydra.utils import get_method
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_copc.collectors.engine import make_engine
@@ -33,17 +33,16 @@ class Rollouts:
     Args:
         cfg: the run's configuration.
         model_path: folder or hub name the engine starts from; its tokenizer is the environment's.
+        tokenizer: the same tokenizer, for the probe.
+        prompts: the training prompts.
         log_path: the worker's log.
-        worker: a started worker to use instead of a new one; it is then left running.
     """
 
     def __init__(
-        self, cfg: TrainConfig, model_path: str, log_path: Path, worker: RolloutWorker | None = None
+        self, cfg: TrainConfig, model_path: str, tokenizer: Any, prompts: Sequence[Prompt], log_path: Path
     ) -> None:
-        self.worker = worker or start_worker(cfg, model_path, log_path)
-        self._owns_worker = worker is None
-        prompts = call_target(cfg.task.train)
-        self.publisher = WeightPublisher(self.worker.call, cfg.engine, probe_sequences(prompts, model_path))
+        self.worker = start_worker(cfg, model_path, log_path)
+        self.publisher = WeightPublisher(self.worker.call, cfg.engine, probe_sequences(prompts, tokenizer))
         self.collector = AsyncRolloutCollector(
             self.worker,
             PromptStream(prompts, seed=cfg.seed),
@@ -89,12 +88,6 @@ class Rollouts:
         self._calibrated = True
         return push(held_weights, wanted, lambda _: held_scores)
 
-    def evaluate(
-        self, prompts: Sequence[Prompt], temperature: float, samples: int = 1
-    ) -> list[TensorDictBase]:
-        """Run held-out episodes on the weights the engine holds."""
-        return self.collector.evaluate(prompts, temperature=temperature, samples=samples)
-
     def state_dict(self) -> dict[str, Any]:
         """The collector's frontier and buffer, and the weights a lagging engine still needs."""
         lagging = {} if self.collector.lag == 0 else dict(self._history)
@@ -106,18 +99,14 @@ class Rollouts:
         self._history = OrderedDict(state["history"])
 
     def close(self) -> None:
-        """Stop the episodes, and the worker unless it was handed in."""
+        """Stop the episodes and the worker."""
         self.collector.shutdown()
         self.publisher.close()
-        if self._owns_worker:
-            self.worker.shutdown()
+        self.worker.shutdown()
 
 
-def probe_sequences(prompts: Sequence[Prompt], tokenizer_path: str) -> list[list[int]]:
+def probe_sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
     """Token batch of the log-prob probe: the task's own words, long enough to see every layer at work."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     text = " ".join(prompt.question for prompt in prompts[:64])
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return [ids[i : i + 64] for i in range(0, min(len(ids), 512), 64) if len(ids[i : i + 64]) > 1]
@@ -125,8 +114,7 @@ def probe_sequences(prompts: Sequence[Prompt], tokenizer_path: str) -> list[list
 
 def start_worker(cfg: TrainConfig, model_path: str, log_path: Path) -> RolloutWorker:
     """Start the process that owns the engine and the environment."""
-    engine = cfg.engine
-    engine.model = engine.model or model_path
+    engine = replace(cfg.engine, model=model_path)
     env = partial(call_target, cfg.task.env, tokenizer_path=model_path)
     # The engine's own deadline fires first: its error names the stage.
     return RolloutWorker(

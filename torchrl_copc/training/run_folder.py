@@ -42,12 +42,18 @@ class RunFolder:
             FileExistsError: if a run of that name exists.
         """
         root = Path(run_root)
+        root.mkdir(parents=True, exist_ok=True)
         name = run_name or f"{default_name}-{datetime.now():%Y%m%d-%H%M%S}"
-        if (root / name).exists():
-            raise FileExistsError(
-                f"{root / name} exists: continue it with resume={root / name}, or choose another run_name"
-            )
-        folder = cls(root / name)
+        for suffix in ("", *(f"-{i}" for i in range(1, 100))):
+            try:
+                (root / f"{name}{suffix}").mkdir()
+                break
+            except FileExistsError:
+                if run_name:
+                    raise FileExistsError(
+                        f"{root / name} exists: choose another run_name, or continue it with resume={root / name}"
+                    ) from None
+        folder = cls(root / f"{name}{suffix}")
         folder.link_latest()
         return folder
 
@@ -81,7 +87,9 @@ class RunFolder:
         """Forget lines past ``version``: a resumed run writes them again."""
         for path in (self._metrics, self._consumed):
             kept = [entry for entry in _read(path) if entry["version"] <= version]
-            path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+            os.replace(temporary, path)
 
 
 def _append(path: Path, entry: Mapping[str, Any]) -> None:
@@ -92,7 +100,12 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
 def _read(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines[:-1]]
+    try:
+        return entries + [json.loads(line) for line in lines[-1:]]
+    except json.JSONDecodeError:  # the run was killed while it wrote its last line
+        return entries
 
 
 def revision() -> str:

@@ -16,11 +16,12 @@ Who waits on whom: ranks wait for rank 0's batch; rank 0 waits for the collector
 
 from __future__ import annotations
 
-import math
 import random
 import signal
 import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -30,33 +31,42 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from tensordict import TensorDictBase
 
+from torchrl_copc.collectors.engine import EngineError
+from torchrl_copc.collectors.rollout import CollectorError
+from torchrl_copc.collectors.weights import WeightSyncError
+from torchrl_copc.collectors.worker import WorkerError
 from torchrl_copc.models.causal_lm import CausalLMActor, CausalLMCritic
 from torchrl_copc.training import report as reports
 from torchrl_copc.training.checkpoint import export_actor, find_checkpoint, load_checkpoint, save_checkpoint
-from torchrl_copc.training.config import ConfigError, TrainConfig, check, config_hash
+from torchrl_copc.training.config import ConfigError, TrainConfig, check, config_hash, resumed_config
 from torchrl_copc.training.learner import Learner, start_process_group
 from torchrl_copc.training.rollouts import Rollouts, call_target
 from torchrl_copc.training.run_folder import RunFolder, revision
-from torchrl_copc.trajectory import POLICY_MASK
+from torchrl_copc.trajectory import POLICY_MASK, RowError
 
 STOPPED = 143  # exit code of a run that a signal stopped and that can be resumed
 
 
-def run(cfg: Any) -> int:
+def run(cfg: Any, overrides: Sequence[str] = ()) -> int:
     """Train as configured: the whole of ``scripts/train_*.py``.
 
     Args:
         cfg: composed configuration (:class:`~torchrl_copc.training.config.TrainConfig`).
+        overrides: what was set on the command line; a resumed run takes everything else from its folder.
 
     Returns:
         exit code: 0, or 143 when a signal stopped the run after it had written a checkpoint.
     """
+    checkpoint = find_checkpoint(cfg.resume) if cfg.resume else None
+    if checkpoint is not None:
+        cfg = resumed_config(checkpoint, overrides)
     config = cast(TrainConfig, OmegaConf.to_object(cfg))
     check(config)
     torch.set_num_threads(config.threads)
     start_process_group(config.learner.device)
     trainer = Trainer(config, OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
     try:
+        trainer.set_up(checkpoint)
         return trainer.run()
     finally:
         trainer.close()
@@ -81,6 +91,9 @@ class Trainer:
         resolved: the same as plain OmegaConf, to be saved and hashed.
     """
 
+    learner: Learner
+    run_path: Path
+
     def __init__(self, config: TrainConfig, resolved: Any) -> None:
         self.config, self.resolved = config, resolved
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -89,24 +102,31 @@ class Trainer:
         self.loggers: list[Any] = []
         self.before: reports.Summary = {}
         self.tokens, self.seconds = 0, 0.0
+        self._saved_version = -1
+        self._training = False
         self._stop_signal = 0
+        self._failure: Exception | None = None
+
+    def set_up(self, checkpoint: Path | None) -> None:
+        """Build everything; what can be refused is refused before the run folder exists and the engine starts."""
+        self._catch_signals()
+        config = self.config
         path = model_path(config.model.path)
-        checkpoint = self._find_checkpoint()
-        if self.rank == 0:
-            self.folder = self._open_folder(checkpoint)
-        run_path = self._broadcast(self.folder.path if self.folder else None)
-        self.run_path = Path(run_path)
-        self.learner = build_learner(config, path, self.run_path / "nonfinite")
+        prompts = call_target(config.task.train) if self.rank == 0 else []
+        self.learner = build_learner(config, path)
+        self.tokenizer = load_tokenizer(path)
         state = load_checkpoint(self.learner, checkpoint) if checkpoint else None
         if self.rank == 0:
-            self._say(
-                f"run folder {self.run_path}; starting the rollout engine, log in {self.run_path}/worker.log"
-            )
-            self.rollouts = Rollouts(config, path, self.run_path / "worker.log")
+            self.folder = self._open_folder(checkpoint)
+        self.run_path = self._broadcast(self.folder.path if self.folder else None)
+        self.learner.dump_dir = self.run_path / "nonfinite"
+        if self.rank == 0:
+            log = self.run_path / "worker.log"
+            self._say(f"run folder {self.run_path}; starting the rollout engine, log in {log}")
+            self.rollouts = Rollouts(config, path, self.tokenizer, prompts, log)
             if state is not None:
                 self._restore(state)
             self._open_loggers()
-        self._catch_signals()
 
     # one run
 
@@ -116,13 +136,17 @@ class Trainer:
         if self.rollouts and not self.before:
             self.before = self._evaluate("before")
         began, earlier = time.monotonic(), self.seconds
-        while not self._should_stop(began):
+        self._training = True
+        while not self._should_stop():
             self._train_one_batch()
             self.seconds = earlier + time.monotonic() - began
             every = self.config.checkpoint_every
             if every and self.learner.version % every == 0:
                 self._checkpoint()
+        self._training = False
         self._checkpoint()
+        if self._any(self._failure is not None):
+            raise self._failure or RuntimeError("rank 0's rollouts failed; see its error")
         if self._any(self._stop_signal):
             self._say(f"stopped by signal {self._stop_signal}; continue with resume={self.run_path}")
             return STOPPED
@@ -131,12 +155,16 @@ class Trainer:
 
     def _train_one_batch(self) -> None:
         began = time.monotonic()
-        all_rows: list[TensorDictBase] = self.rollouts.collector.next() if self.rollouts else []
+        all_rows = self._take_batch()
+        rows = self._scatter(all_rows)
+        if rows is None:  # a signal or a failure while waiting: nothing was taken
+            return
         waited = time.monotonic() - began
+        metrics = self.learner.update(rows)
         version = self.learner.version
-        metrics = self.learner.update(self._scatter(all_rows))
-        if self.rollouts:
-            self.rollouts.collector.advance(version + 1)
+        if self.rollouts and self.folder:
+            self.rollouts.collector.advance(version)
+            self.folder.append_consumed(version, all_rows)
         sync_began = time.monotonic()
         push = self._publish()
         if not (self.rollouts and self.folder):
@@ -146,7 +174,7 @@ class Trainer:
         now = time.monotonic()
         metrics |= {name: s["mean"] for name, s in reports.summarize(all_rows).items()}
         metrics |= push | {
-            "version": self.learner.version,
+            "version": version,
             "policy_tokens": tokens,
             "time_wait": waited,
             "time_sync": now - sync_began,
@@ -158,14 +186,26 @@ class Trainer:
             if not name.startswith(("staleness", "batch_staleness"))
         }
         self.folder.append_metrics(metrics)
-        self.folder.append_consumed(self.learner.version, all_rows)
         for logger in self.loggers:
             for name, value in metrics.items():
-                logger.log_scalar(name, value, step=self.learner.version)
+                logger.log_scalar(name, value, step=version)
         every = self.config.logging.transcript_every
-        if every and version % every == 0:
+        if every and version % every == 1 % every:
             self._write_transcripts(f"train-{version:05d}", all_rows)
         self._say(progress_line(metrics, self.config.total_versions))
+
+    def _take_batch(self) -> list[TensorDictBase]:
+        """Rank 0's next batch; empty on other ranks, and when a signal or a failure ended the wait."""
+        if not self.rollouts:
+            return []
+        try:
+            while not self._stop_signal:
+                rows = self.rollouts.collector.take(timeout=1.0)
+                if rows is not None:
+                    return list(rows)
+        except (CollectorError, RowError, WorkerError) as error:
+            self._failure = error
+        return []
 
     def _publish(self) -> dict[str, float]:
         """Collective: gather the actor's weights and hand them to the engine."""
@@ -174,7 +214,13 @@ class Trainer:
         scores = self.learner.score(probe)
         if not self.rollouts:
             return {}
-        push = self.rollouts.publish(weights, scores, self.learner.version)
+        try:
+            push = self.rollouts.publish(weights, scores, self.learner.version)
+        except (EngineError, WeightSyncError, WorkerError) as error:
+            if not self._training:
+                raise
+            self._failure = error
+            return {}
         if push is None:
             return {}
         return {"push_noise_mean": push.noise_mean, "push_noise_max": push.noise_max}
@@ -183,12 +229,11 @@ class Trainer:
         assert self.rollouts
         settings = self.config.evaluation
         prompts = call_target(self.config.task.test)
-        if (
-            len(prompts) > settings.num_questions
-        ):  # a fixed sample, the same before and after and in every run
+        if len(prompts) > settings.num_questions:
+            # The same sample before and after, and in every run with this evaluation.seed.
             prompts = random.Random(settings.seed).sample(prompts, settings.num_questions)
         self._say(f"evaluating {len(prompts)} held-out questions ({name} training)")
-        rows = self.rollouts.evaluate(prompts, settings.temperature)
+        rows = self.rollouts.collector.evaluate(prompts, temperature=settings.temperature)
         self._write_transcripts(name, rows)
         return reports.summarize(rows)
 
@@ -201,6 +246,7 @@ class Trainer:
         export_actor(self.learner, self.run_path / "model", self.tokenizer)
         if not (self.rollouts and self.folder):
             return
+        self.rollouts.collector.shutdown()  # no more training episodes beside the evaluation
         after = self._evaluate("after")
         stats = self.rollouts.collector.stats()
         result = {
@@ -208,7 +254,7 @@ class Trainer:
             "after": after,
             "difference": reports.difference(self.before, after),
             "staleness": {k: stats[f"staleness_{k}"] for k in ("mean", "p50", "p95", "max")},
-            "tok_s": self.tokens / self.seconds if self.seconds else math.nan,
+            "tok_s": self.tokens / self.seconds if self.seconds else 0.0,
             "seed": self.config.seed,
             "revision": revision(),
             "config_hash": config_hash(self.resolved),
@@ -222,16 +268,13 @@ class Trainer:
 
     # parts
 
-    def _find_checkpoint(self) -> Path | None:
-        return find_checkpoint(self.config.resume) if self.config.resume else None
-
     def _open_folder(self, checkpoint: Path | None) -> RunFolder:
         c = self.config
         if checkpoint is not None:
             folder = RunFolder(checkpoint.parents[1])
             folder.link_latest()
-        else:
-            folder = RunFolder.create(c.run_root, c.run_name, f"{c.task.name}-{c.method.name}")
+            return folder
+        folder = RunFolder.create(c.run_root, c.run_name, f"{c.task.name}-{c.method.name}")
         folder.write_config(self.resolved)
         return folder
 
@@ -253,6 +296,8 @@ class Trainer:
         self._say(f"resumed at version {self.learner.version}")
 
     def _checkpoint(self) -> None:
+        if self._saved_version == self.learner.version:
+            return
         extra = None
         if self.rollouts:
             extra = {
@@ -262,35 +307,43 @@ class Trainer:
                 "seconds": self.seconds,
             }
         save_checkpoint(self.learner, self.run_path / "checkpoints", extra, keep=self.config.keep_checkpoints)
+        self._saved_version = self.learner.version
 
-    def _should_stop(self, began: float) -> bool:
-        minutes = (time.monotonic() - began) / 60
+    def _should_stop(self) -> bool:
         limit = self.config.max_minutes
-        mine = self._stop_signal or (limit is not None and minutes >= limit)
+        too_long = limit is not None and self.seconds >= 60 * limit
+        mine = self._stop_signal or self._failure is not None or too_long
         return self.learner.version >= self.config.total_versions or self._any(mine)
 
     def _catch_signals(self) -> None:
-        """The first SIGTERM or SIGINT ends the run after the batch in hand, with a checkpoint; the second at once."""
-        if threading.current_thread() is not threading.main_thread():
-            return
+        """SIGTERM or SIGINT while training ends the run after the batch in hand, with a checkpoint; a second at once.
+
+        Before training there is nothing to save, and after it everything is saved: the run ends at once.
+        """
 
         def stop(number: int, _: Any) -> None:
+            signal.signal(number, signal.SIG_DFL)
+            if not self._training:
+                raise SystemExit(STOPPED)
+            self._stop_signal = number
             self._say(
                 f"signal {number}: stopping after this batch, with a checkpoint (again to stop at once)"
             )
-            self._stop_signal = number
-            signal.signal(number, signal.SIG_DFL)
 
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, stop)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, stop)
+            signal.signal(signal.SIGINT, stop)
 
-    def _scatter(self, rows: list[TensorDictBase]) -> list[TensorDictBase]:
+    def _scatter(self, rows: list[TensorDictBase]) -> list[TensorDictBase] | None:
+        """This rank's part of the batch; None on every rank when rank 0 has none."""
         if self.world_size == 1:
-            return rows
-        parts = [rows[rank :: self.world_size] for rank in range(self.world_size)] if self.rank == 0 else None
+            return rows or None
+        parts: list[Any] | None = None
+        if self.rank == 0:
+            parts = [rows[rank :: self.world_size] or None for rank in range(self.world_size)]
         received: list[Any] = [None]
         dist.scatter_object_list(received, parts, src=0)
-        part: list[TensorDictBase] = received[0]
+        part: list[TensorDictBase] | None = received[0]
         return part
 
     def _broadcast(self, value: Any) -> Any:
@@ -308,14 +361,6 @@ class Trainer:
         path = self.run_path / "transcripts" / f"{name}.txt"
         reports.write_transcripts(path, rows, self._decode, self.config.evaluation.transcripts)
 
-    @property
-    def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        if not hasattr(self, "_tokenizer"):
-            self._tokenizer = AutoTokenizer.from_pretrained(model_path(self.config.model.path))
-        return self._tokenizer
-
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
@@ -330,34 +375,57 @@ class Trainer:
             self.rollouts.close()
 
 
-def build_learner(config: TrainConfig, path: str, dump_dir: Path) -> Learner:
+def build_learner(config: TrainConfig, path: str) -> Learner:
     """Actor, critic, loss and value estimator of a run."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     model = config.model
     shared: dict[str, Any] = {
         "attn_implementation": model.attn_implementation,
         "gradient_checkpointing": model.gradient_checkpointing,
     }
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.seed)
-    actor = CausalLMActor.from_pretrained(path, temperature=config.collector.temperature, **shared)
-    critic = CausalLMCritic.from_pretrained(
-        model_path(model.critic_path) if model.critic_path else path, **shared
-    )
+    critic_path = model_path(model.critic_path) if model.critic_path else path
+    with _named("model.path", path):
+        actor = CausalLMActor.from_pretrained(path, temperature=config.collector.temperature, **shared)
+    with _named("model.critic_path", critic_path):
+        critic = CausalLMCritic.from_pretrained(critic_path, **shared)
     loss = call_target(config.method.loss, actor, critic, functional=False)
     estimator = call_target(config.method.value_estimator, value_network=None)
-    return Learner(config.learner, actor, critic, loss, estimator, dump_dir=dump_dir)
+    return Learner(config.learner, actor, critic, loss, estimator)
 
 
-def progress_line(metrics: dict[str, float], total: int) -> str:
+def load_tokenizer(path: str) -> Any:
+    """The policy's tokenizer, which stands beside its weights."""
+    from transformers import AutoTokenizer
+
+    with _named("model.path", path):
+        return AutoTokenizer.from_pretrained(path)
+
+
+@contextmanager
+def _named(setting: str, path: str) -> Iterator[None]:
+    """A model that cannot be loaded is the fault of a setting: say which."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}={path!r} cannot be loaded: {error}\nGive a Hugging Face folder (config, weights, tokenizer), a "
+            "hub name that this machine can reach, or asset:search_tiny"
+        ) from error
+
+
+def progress_line(metrics: Mapping[str, float], total: int) -> str:
     """One line a step for a person at a terminal."""
     m = metrics
-    train = m["time_frozen"] + m["time_forward"] + m["time_backward"] + m["time_optimizer"]
+    train = sum(m[f"time_{part}"] for part in ("frozen", "forward", "backward", "optimizer"))
+    task = "  ".join(
+        f"{label} {m[name]:.2f}" for name, label in (("em", "em"), ("search_rate", "search")) if name in m
+    )
     kept = f"kept {m['kept_fraction']:.3f}" if "kept_fraction" in m else "critic warm-up"
     return (
-        f"{int(m['version']):4d}/{total}  reward {m['reward']:.3f}  em {m['em']:.2f}  search {m['search_rate']:.2f}  "
-        f"stale {m['staleness_mean']:.1f}  {kept}  "
+        f"{int(m['version']):4d}/{total}  reward {m['reward']:.3f}  {task}  stale {m['staleness_mean']:.1f}  {kept}  "
         f"{m['policy_tokens'] / m['time_step']:.0f} tok/s  | step {m['time_step']:.1f} s: wait {m['time_wait']:.1f}, "
         f"frozen {m['time_frozen']:.1f}, fwd {m['time_forward']:.1f}, bwd {m['time_backward']:.1f}, "
         f"sync {m['time_sync']:.1f}, other {m['time_step'] - m['time_wait'] - m['time_sync'] - train:.1f}"
