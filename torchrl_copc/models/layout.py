@@ -151,10 +151,10 @@ def micro_batches(
 
     Returns:
         One ``TensorDict`` of batch size ``[]`` per micro-batch: ``input_ids``, ``position_ids``,
-        ``attention_mask`` (False at padding), ``predict_index`` ``[n]`` (place in the flattened ids whose
-        hidden state predicts policy token i), ``target_ids`` ``[n]``, ``token_index`` ``[n]`` (place of
-        policy token i in ``compress(rows)``), ``final_index`` ``[B]`` (place of each row's last token),
-        ``row_index`` ``[B]`` (place of each row in ``rows``).
+        ``predict_index`` ``[n]`` (place in the flattened ids whose hidden state predicts policy token i),
+        ``target_ids`` ``[n]``, ``token_index`` ``[n]`` (place of policy token i in ``compress(rows)``),
+        ``final_index`` ``[B]`` (place of each row's last token), ``row_index`` ``[B]`` (place of each row in
+        ``rows``).
 
     Raises:
         RowError: if a row has no policy token, or starts with one (nothing predicts it).
@@ -197,12 +197,10 @@ def _micro_batch(
         width = input_ids.shape[1]
         start = torch.arange(len(members)) * width
         position_ids = torch.arange(width).expand(len(members), width)
-        attention_mask = position_ids < lengths[:, None]
     else:
         input_ids = torch.cat(members)[None]
         start = lengths.cumsum(0) - lengths
         position_ids = (torch.arange(input_ids.shape[1]) - torch.repeat_interleave(start, lengths))[None]
-        attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
     counts = policy.counts[group]
     member = torch.repeat_interleave(torch.arange(len(members)), counts)
     offset = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts)[member]
@@ -212,7 +210,6 @@ def _micro_batch(
         {
             "input_ids": input_ids,
             "position_ids": position_ids.contiguous(),
-            "attention_mask": attention_mask,
             "predict_index": place - 1,
             "target_ids": input_ids.flatten()[place],
             "token_index": token_index,
