@@ -130,9 +130,10 @@ def test_a_stop_string_of_several_tokens_ends_the_turn_at_the_token_that_complet
     assert out.token_ids == free[: starts[0] + 2]
 
 
-def test_a_row_ends_at_the_models_length(engine_thread: Any) -> None:
-    out = engine_thread.call("generate", PROMPT * 84, max_tokens=100, request_id="long")
-    assert len(out.token_ids) == 512 - len(PROMPT) * 84 and out.finish_reason == "length"
+def test_a_turn_may_fill_the_engine_to_its_limit(engine_thread: Any) -> None:
+    room = 512 - len(PROMPT) * 84
+    out = engine_thread.call("generate", PROMPT * 84, max_tokens=room, request_id="long")
+    assert len(out.token_ids) == room and out.finish_reason == "length"
 
 
 def test_an_aborted_request_returns_what_it_sampled(engine_thread: Any) -> None:
@@ -148,6 +149,7 @@ def test_an_aborted_request_returns_what_it_sampled(engine_thread: Any) -> None:
     ("token_ids", "settings", "message"),
     [
         ([5] * 512, {}, r"512 tokens.*engine\.max_model_len=512"),
+        ([5] * 500, {"max_tokens": 13}, r"500 tokens and max_tokens=13.*engine\.max_model_len=512"),
         ([], {}, "empty prompt"),
         ([5, 1_000_000], {}, "token id 1000000"),
         ([-1], {}, "token id -1"),

@@ -13,11 +13,13 @@ import pytest
 from torchrl_copc.collectors.engine import (
     EngineDeadError,
     EngineError,
+    EngineRequestError,
     EngineStartError,
     VLLMEngine,
     VLLMEngineConfig,
     WeightUpdate,
     WeightUpdateError,
+    check_engine_config,
     make_engine,
 )
 
@@ -151,6 +153,16 @@ def test_two_updates_never_overlap() -> None:
     run(llm, scenario)
 
 
+def test_a_turn_whose_budget_does_not_fit_the_engine_is_refused_rather_than_cut() -> None:
+    async def scenario(engine: VLLMEngine) -> None:
+        with pytest.raises(
+            EngineRequestError, match=r"2 tokens and max_tokens=1023 exceed engine\.max_model_len=1024"
+        ):
+            await engine.generate([1, 2], max_tokens=1023, request_id="r")
+
+    run(StubLLM(), scenario)
+
+
 def test_a_start_that_hangs_ends_with_its_stage_and_the_setting() -> None:
     release = threading.Event()
 
@@ -192,4 +204,6 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
     config = VLLMEngineConfig(**{"model": "m", **settings})
     with pytest.raises(ValueError, match=message):
         make_engine(config)
+    with pytest.raises(ValueError, match=message):
+        check_engine_config(config)
     assert pickle.loads(pickle.dumps(config)) == config

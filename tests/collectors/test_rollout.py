@@ -13,6 +13,7 @@ import torch
 from fakes import ScriptedEngine, ScriptedEnv, make_prompts
 from tensordict import TensorDict
 
+from torchrl_copc.collectors import rollout
 from torchrl_copc.collectors.engine import WeightUpdate
 from torchrl_copc.collectors.evaluation import EvaluationError
 from torchrl_copc.collectors.prompts import PromptStream
@@ -161,6 +162,37 @@ def test_asking_twice_without_advancing_is_an_error(collect: Any) -> None:
         collector.advance(2)
     with pytest.raises(CollectorError, match=r"was not consumed: advance\(1\) comes before"):
         collector.next()
+
+
+def test_a_wait_for_a_batch_can_be_left_and_taken_up_again(collect: Any) -> None:
+    collector = collect(make_prompts(4, delay=0.3), max_staleness=0)
+    given_up = 0
+    while (rows := collector.take(timeout=0.05)) is None:
+        given_up += 1
+    assert given_up > 0 and sorted(prompt_ids([rows])) == ["p0", "p1", "p2", "p3"]
+    assert collector.stats()["wait_seconds"] >= 0.05 * given_up
+    collector.advance(1)
+    publish(collector.worker, 1)
+    assert len(collector.next()) == 4
+    collector.shutdown()
+    with pytest.raises(CollectorError, match="was shut down"):
+        collector.take(timeout=0.05)
+
+
+def test_a_learner_that_forgot_to_publish_is_told_however_it_waits(
+    collect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "_STALL_SECONDS", 0.5)
+    collector = collect(make_prompts(8), max_staleness=0)
+    collector.next()
+    collector.advance(1)
+    time.sleep(0.6)  # the learner is busy: nobody waits
+    assert collector.take(timeout=0.01) is None
+    with pytest.raises(
+        CollectorError, match=r"engine holds version 0, the learner is at 1.*publish version 1"
+    ):
+        for _ in range(100):
+            assert collector.take(timeout=0.05) is None
 
 
 def test_an_engine_with_foreign_weights_is_refused(collect: Any, worker: RolloutWorker) -> None:

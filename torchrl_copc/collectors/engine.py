@@ -161,11 +161,12 @@ class RolloutEngine(Protocol):
     ) -> Completion:
         """Sample one turn after ``token_ids``.
 
-        The turn ends only at ``stop_token_ids``, ``stop_strings`` or the budget: the caller names the end-of-sequence
-        id too. ``temperature=0`` is greedy, with log-probs at temperature 1.
+        The turn ends only at ``stop_token_ids``, ``stop_strings`` or after ``max_tokens``: the caller names the
+        end-of-sequence id too. ``temperature=0`` is greedy, with log-probs at temperature 1.
 
         Raises:
-            EngineRequestError: if the request cannot be served.
+            EngineRequestError: if the request cannot be served in full, such as one whose prompt and ``max_tokens``
+                do not fit the engine together.
             EngineDeadError: if the engine dies before the turn ends.
         """
 
@@ -207,7 +208,18 @@ def make_engine(config: VLLMEngineConfig) -> RolloutEngine:
     return VLLMEngine(config)
 
 
-def _check_config(config: VLLMEngineConfig) -> None:
+def check_engine_config(config: VLLMEngineConfig) -> None:
+    """Refuse settings that cannot work, before anything is built.
+
+    Args:
+        config: the engine's settings.
+
+    Raises:
+        ValueError: with the name and value of the setting.
+
+    Examples:
+        >>> check_engine_config(VLLMEngineConfig(model="path/to/checkpoint"))
+    """
     if config.top_p != 1.0 or config.top_k > 0:
         raise ValueError(
             f"engine.top_p={config.top_p}, engine.top_k={config.top_k}: rollouts for training sample from the whole "
@@ -237,7 +249,7 @@ class VLLMEngine:
     worker_extension = "torchrl_copc.collectors.vllm_plugin.WorkerExtension"
 
     def __init__(self, config: VLLMEngineConfig) -> None:
-        _check_config(config)
+        check_engine_config(config)
         self.config = config
         self._llm: Any = None
         self._failed: asyncio.Future[str] | None = None
@@ -437,10 +449,13 @@ class VLLMEngine:
         limit = self.config.max_model_len
         if len(token_ids) == 0:
             raise EngineRequestError("an empty prompt: at least one token id is needed")
-        if len(token_ids) >= limit:
+        if max_tokens < 1:
+            raise EngineRequestError(f"max_tokens={max_tokens}: at least one token must be sampled")
+        # vLLM would cut the turn at its own limit and call that "length", as if the caller's budget were used up.
+        if len(token_ids) + max_tokens > limit:
             raise EngineRequestError(
-                f"a prompt of {len(token_ids)} tokens leaves no room to sample with engine.max_model_len={limit}; "
-                "raise engine.max_model_len or shorten the prompt"
+                f"a prompt of {len(token_ids)} tokens and max_tokens={max_tokens} exceed "
+                f"engine.max_model_len={limit}; raise engine.max_model_len or lower the environment's budgets"
             )
         # vLLM indexes its embedding with whatever it is given: an id past the end would kill the engine core.
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
@@ -449,8 +464,6 @@ class VLLMEngine:
                 f"token id {bad} is outside the model's vocabulary of {self._vocab_size}; "
                 "check that engine.model and the tokenizer belong together"
             )
-        if max_tokens < 1:
-            raise EngineRequestError(f"max_tokens={max_tokens}: at least one token must be sampled")
         if not temperature >= 0:
             raise EngineRequestError(f"temperature={temperature} is negative; use 0 for greedy sampling")
         if stop_strings and self.config.skip_tokenizer:

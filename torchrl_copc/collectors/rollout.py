@@ -162,6 +162,8 @@ class AsyncRolloutCollector(BaseCollector):
         self._condition = threading.Condition(threading.RLock())
         self._error: Exception | None = None
         self._attached = False
+        self._started = False
+        self._stalled_seconds = 0.0
         self._staleness: Counter[int] = Counter()
         self._last_staleness: Counter[int] = Counter()
         self._tokens = 0
@@ -198,7 +200,7 @@ class AsyncRolloutCollector(BaseCollector):
                     f"publish version {self.engine_version_for(self.version)} before collecting"
                 )
             self.worker.attach(self)
-            self._attached = True
+            self._attached = self._started = True
             self._admit()
 
     def iterator(self) -> Iterator[list[TensorDict]]:
@@ -206,15 +208,31 @@ class AsyncRolloutCollector(BaseCollector):
 
         After :meth:`discard` the next one holds only the rows that fill the open places of the batch in hand.
         """
-        self.start()
         while True:
-            yield self._next_batch()
+            rows = self.take()
+            assert rows is not None  # it waits as long as it takes
+            yield rows
 
     def next(self) -> list[TensorDict]:
         """The next batch."""
         if self._iterator is None:
             self._iterator = iter(self)
         return next(self._iterator)
+
+    def take(self, timeout: float | None = None) -> list[TensorDict] | None:
+        """The next batch, or ``None`` when none can be formed in time; nothing is lost then.
+
+        Args:
+            timeout: seconds to wait; ``None`` waits as long as the run can go on.
+        """
+        if not self._started:
+            self.start()
+        began = time.monotonic()
+        with self._condition:
+            try:
+                return self._wait_for_batch(None if timeout is None else began + timeout)
+            finally:
+                self._wait_seconds += time.monotonic() - began
 
     def advance(self, version: int) -> None:
         """The learner has consumed the batch in hand and is now at ``version``.
@@ -527,41 +545,45 @@ class AsyncRolloutCollector(BaseCollector):
     def _store(self, entry: _GroupEntry) -> None:
         entry.slots = self.buffer.extend(list(entry.rows.values())).tolist()
 
-    def _next_batch(self) -> list[TensorDict]:
-        began = time.monotonic()
-        idle_since = began
-        with self._condition:
-            while True:
-                self._raise_error()
-                if not self._attached:
-                    raise CollectorError("the collector was shut down")
-                taken = self.controller.take()
-                if taken is not None:
-                    break
-                if self.controller.held_rows == self.batch_rows:
-                    raise CollectorError(
-                        f"the batch of version {self.version} was not consumed: advance({self.version + 1}) "
-                        "comes before asking for the next one"
-                    )
-                if self.controller.running_rows:
-                    idle_since = time.monotonic()
-                elif time.monotonic() - idle_since > _STALL_SECONDS:
-                    raise CollectorError(
-                        f"no row may start: the engine holds version {self.worker.weight_version}, the "
-                        f"learner is at {self.version} with max_staleness={self.controller.max_staleness}; "
-                        f"publish version {self.engine_version_for(self.version)}"
-                    )
-                self._condition.wait(1.0)
-            self._wait_seconds += time.monotonic() - began
-            self._sampler.chosen = [slot for group_id in taken for slot in self._groups[group_id].slots]
-            rows: list[TensorDict] = self.buffer.sample(len(self._sampler.chosen)).tensordicts
-            oldest = min(oldest_version(row) for row in rows)
-            if self.version - oldest > self.controller.max_staleness:
+    def _wait_for_batch(self, deadline: float | None) -> list[TensorDict] | None:
+        while True:
+            self._raise_error()
+            if not self._attached:
+                raise CollectorError("the collector was shut down")
+            taken = self.controller.take()
+            if taken is not None:
+                self._stalled_seconds = 0.0
+                return self._rows_of(taken)
+            if self.controller.held_rows == self.batch_rows:
                 raise CollectorError(
-                    f"a row of version {oldest} reached version {self.version} with "
-                    f"max_staleness={self.controller.max_staleness}: this is a bug in the staleness rules"
+                    f"the batch of version {self.version} was not consumed: advance({self.version + 1}) "
+                    "comes before asking for the next one"
                 )
-            return rows
+            if self._stalled_seconds > _STALL_SECONDS:
+                raise CollectorError(
+                    f"no row may start: the engine holds version {self.worker.weight_version}, the "
+                    f"learner is at {self.version} with max_staleness={self.controller.max_staleness}; "
+                    f"publish version {self.engine_version_for(self.version)}"
+                )
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                return None
+            self._condition.wait(1.0 if deadline is None else min(1.0, deadline - now))
+            # Only waiting counts, over any number of calls: between them the learner may be busy for long.
+            waited = time.monotonic() - now
+            self._stalled_seconds = 0.0 if self.controller.running_rows else self._stalled_seconds + waited
+
+    def _rows_of(self, group_ids: Sequence[str]) -> list[TensorDict]:
+        """Take the rows of these groups out of the buffer."""
+        self._sampler.chosen = [slot for group_id in group_ids for slot in self._groups[group_id].slots]
+        rows: list[TensorDict] = self.buffer.sample(len(self._sampler.chosen)).tensordicts
+        oldest = min(oldest_version(row) for row in rows)
+        if self.version - oldest > self.controller.max_staleness:
+            raise CollectorError(
+                f"a row of version {oldest} reached version {self.version} with "
+                f"max_staleness={self.controller.max_staleness}: this is a bug in the staleness rules"
+            )
+        return rows
 
 
 def _token_staleness(row: TensorDict, version: int) -> Counter[int]:
