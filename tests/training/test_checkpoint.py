@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from learner_cases import ROWS, SCORED, make_learner, weights
@@ -99,7 +102,7 @@ def test_resume_errors_name_what_is_missing(tmp_path):
     learner = make_learner()
     with pytest.raises(CheckpointError, match="does not exist"):
         load_checkpoint(learner, tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         load_checkpoint(learner, tmp_path)
     saved = save_checkpoint(learner, tmp_path)
     before = weights(learner)
@@ -108,13 +111,93 @@ def test_resume_errors_name_what_is_missing(tmp_path):
     ):
         load_checkpoint(make_learner(width=48), tmp_path)
     (saved / "extra.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"extra\.pt missing"):
-        load_checkpoint(learner, tmp_path)
+    with pytest.raises(CheckpointError, match=r"version_00000000 is incomplete: extra\.pt missing"):
+        load_checkpoint(learner, saved)
     (saved / "meta.json").unlink()
-    with pytest.raises(CheckpointError, match="names version_00000000, which is missing or incomplete"):
+    with pytest.raises(
+        CheckpointError, match=r"names version_00000000, which is missing or incomplete \(meta\.json missing"
+    ):
+        load_checkpoint(learner, tmp_path)
+    (tmp_path / "latest").unlink()
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         load_checkpoint(learner, tmp_path)
     after = weights(learner)
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def save_versions(folder, *versions):
+    learner = make_learner()
+    saved = []
+    for version in versions:
+        learner.version = version
+        saved.append(save_checkpoint(learner, folder))
+    return saved
+
+
+def test_links_and_relative_names_mean_the_folder_they_lead_to(tmp_path, monkeypatch):
+    (saved,) = save_versions(tmp_path / "runs" / "one" / "checkpoints", 3)
+    (tmp_path / "runs" / "latest").symlink_to("one")
+    monkeypatch.chdir(tmp_path)
+    assert find_checkpoint("runs/latest") == saved
+    monkeypatch.chdir(saved)
+    assert find_checkpoint(".") == saved
+    monkeypatch.chdir(saved.parent)
+    assert find_checkpoint(saved.name) == saved
+
+
+@pytest.mark.parametrize("damage", ["missing", "no weights", "cut off", "meta cut off", "no pointer"])
+def test_the_newest_complete_checkpoint_is_taken_when_latest_names_none(tmp_path, damage):
+    older, newer = save_versions(tmp_path, 7, 9)
+    weights_file = next((newer / "tensors").glob("*.distcp"))
+    match damage:
+        case "missing":
+            shutil.rmtree(newer)
+        case "no weights":
+            weights_file.unlink()
+        case "cut off":
+            weights_file.write_bytes(weights_file.read_bytes()[:-1])
+        case "meta cut off":
+            (newer / "meta.json").write_text((newer / "meta.json").read_text()[:-20])
+        case "no pointer":  # a run killed just before the first pointer was written
+            (tmp_path / "latest").unlink()
+            older = newer
+    assert find_checkpoint(tmp_path) == older
+    learner = make_learner()
+    load_checkpoint(learner, tmp_path)
+    assert learner.version == (9 if damage == "no pointer" else 7)
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_saving_a_version_again_never_leaves_a_moment_without_a_checkpoint(tmp_path, monkeypatch, renames):
+    learner = make_learner()
+    save_checkpoint(learner, tmp_path, extra="first", keep=1)
+    left, rename = [renames], Path.rename
+
+    def killed(path, target):
+        if path.name.strip(".").startswith("version_"):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    if renames < 2:
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(learner, tmp_path, extra="second", keep=1)
+        monkeypatch.undo()
+        assert load_checkpoint(learner, tmp_path) == "first"
+    save_checkpoint(learner, tmp_path, extra="third", keep=1)
+    assert load_checkpoint(learner, tmp_path) == "third"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "version_00000000"]
+
+
+def test_a_damaged_checkpoint_does_not_crowd_out_a_complete_one(tmp_path):
+    older, newer = save_versions(tmp_path, 7, 9)
+    (newer / "extra.pt").unlink()
+    learner = make_learner()
+    learner.version = 11
+    newest = save_checkpoint(learner, tmp_path, keep=2)
+    assert sorted(tmp_path.glob("version_*")) == [older, newest]
 
 
 def test_exported_actor_loads_in_transformers(tmp_path):

@@ -6,7 +6,7 @@
             tensors/            distributed checkpoint: both networks and their optimizers
             rng_rank0.pt        random generators, one file per rank
             extra.pt            whatever else the run needs (pickle)
-            meta.json           version and update counts
+            meta.json           version and update counts, and the size of every file
 
 A checkpoint holds pickles: load only what you trust.
 """
@@ -32,6 +32,7 @@ from torchrl_copc.training.learner import Learner
 
 _PREFIX = "version_"
 _LATEST = "latest"
+_META = "meta.json"
 
 
 class CheckpointError(RuntimeError):
@@ -41,8 +42,8 @@ class CheckpointError(RuntimeError):
 def save_checkpoint(learner: Learner, folder: str | Path, extra: Any = None, keep: int = 2) -> Path:
     """Write a checkpoint; a collective of all ranks.
 
-    It is written under a temporary name and renamed when complete, then ``latest`` is pointed at it, so that
-    a run killed at any moment leaves a loadable checkpoint.
+    It is written under a temporary name and renamed when complete, then ``latest`` is pointed at it, and only
+    then are older ones removed, so that a run killed at any moment leaves a loadable checkpoint.
 
     Args:
         learner: what to save.
@@ -70,50 +71,110 @@ def save_checkpoint(learner: Learner, folder: str | Path, extra: Any = None, kee
     torch.save(_random_state(), temporary / f"rng_rank{learner.rank}.pt")
     if learner.rank == 0:
         torch.save(extra, temporary / "extra.pt")
-        meta = learner.counters() | {"world_size": learner.world_size}
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
     dist.barrier()
     if learner.rank == 0:
-        if final.exists():
-            final.rename(folder / f".{final.name}.old")
-        temporary.rename(final)
+        meta = learner.counters() | {"world_size": learner.world_size, "files": _sizes(temporary)}
+        (temporary / _META).write_text(json.dumps(meta, indent=1))
+        _put_in_place(temporary, final)
         pointer = folder / f".{_LATEST}.tmp"
         pointer.write_text(final.name)
         os.replace(pointer, folder / _LATEST)
-        kept = sorted(folder.glob(f"{_PREFIX}*"), key=lambda path: path.stat().st_mtime_ns)[-keep:]
-        for old in [*folder.glob(f"{_PREFIX}*"), *folder.glob(f".{_PREFIX}*")]:
+        replaced = _replaced(final)
+        kept = [path for path in _newest(folder) if path != replaced][-keep:]
+        for old in folder.glob(f"{_PREFIX}*"):
             if old not in kept:
                 shutil.rmtree(old)
     dist.barrier()
     return final
 
 
+def _replaced(final: Path) -> Path:
+    """Where an earlier checkpoint of the same version is while the new one is put in its place."""
+    return final.with_name(f"{final.name}.old")  # found by `find_checkpoint` like any other
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    """Rename, keeping an earlier checkpoint of the same version loadable all the time."""
+    if final.exists():
+        if _problems(final):
+            shutil.rmtree(final)
+        else:
+            if _replaced(final).exists():
+                shutil.rmtree(_replaced(final))
+            final.rename(_replaced(final))
+    temporary.rename(final)
+
+
 def find_checkpoint(path: str | Path) -> Path:
     """The checkpoint meant by ``path``: itself, or the newest one of a run or checkpoint folder.
 
+    Where ``latest`` names one that is missing or incomplete, the newest complete one is taken, with a warning.
+
     Args:
-        path: a checkpoint, the folder of a run's checkpoints, or a run folder with ``checkpoints/`` in it.
+        path: a checkpoint, the folder of a run's checkpoints, or a run folder with ``checkpoints/`` in it; links
+            and relative names are resolved.
+
+    Returns:
+        The absolute path of a complete checkpoint.
 
     Raises:
         CheckpointError: if there is none, saying what was looked for.
     """
-    path = Path(path)
-    if (path / "meta.json").is_file() and (path / "tensors").is_dir():
-        return path
-    for folder in (path, path / "checkpoints"):
-        if (folder / _LATEST).is_file():
-            named = folder / (folder / _LATEST).read_text().strip()
-            if not (named / "meta.json").is_file():
-                raise CheckpointError(
-                    f"{folder / _LATEST} names {named.name}, which is missing or incomplete"
-                )
+    resolved = Path(path).resolve()
+    if (resolved / _META).is_file() or (resolved.is_dir() and resolved.name.startswith(_PREFIX)):
+        if problems := _problems(resolved):
+            raise CheckpointError(f"{resolved} is incomplete: {problems}")
+        return resolved
+    for folder in (resolved, resolved / "checkpoints"):
+        pointer = folder / _LATEST
+        named = folder / pointer.read_text().strip() if pointer.is_file() else None
+        if named and not _problems(named):
             return named
-    problem = (
-        "does not exist" if not path.exists() else f"holds no checkpoint (no `{_LATEST}` file, no meta.json)"
-    )
+        newest = _newest(folder)
+        if newest:
+            found = newest[-1]
+            why = f"names {named.name}, which is missing or incomplete" if named else "is missing"
+            torchrl_logger.warning(f"{pointer} {why}: {found.name} is taken, the newest complete checkpoint")
+            return found
+        if named:
+            raise CheckpointError(
+                f"{pointer} names {named.name}, which is missing or incomplete ({_problems(named)}), and no other "
+                "checkpoint there is complete"
+            )
+    problem = "does not exist" if not resolved.exists() else "holds no complete checkpoint"
     raise CheckpointError(
-        f"resume={path}: {path} {problem}; give a run folder, its checkpoints folder or one checkpoint"
+        f"resume={path}: {resolved} {problem}; give a run folder, its checkpoints folder or one checkpoint"
     )
+
+
+def _newest(folder: Path) -> list[Path]:
+    """Complete checkpoints, the newest last; by time, because a resumed run may write lower versions again."""
+    complete = [path for path in folder.glob(f"{_PREFIX}*") if not _problems(path)]
+    return sorted(complete, key=lambda path: path.stat().st_mtime_ns)
+
+
+def _sizes(checkpoint: Path) -> dict[str, int]:
+    """Bytes of every file but ``meta.json``, by name."""
+    files = (path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != _META)
+    return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
+
+
+def _problems(checkpoint: Path) -> str:
+    """What is missing or cut off, as a text; empty for a complete checkpoint."""
+    try:
+        expected = json.loads((checkpoint / _META).read_text())["files"]
+    except FileNotFoundError:
+        return f"{_META} missing"
+    except (ValueError, KeyError):
+        return f"{_META} damaged"
+    found = _sizes(checkpoint)
+    problems = [f"{name} missing" for name in expected.keys() - found.keys()]
+    problems += [
+        f"{name} has {found[name]} of {size} bytes"
+        for name, size in expected.items()
+        if found.get(name, size) != size
+    ]
+    return ", ".join(sorted(problems))
 
 
 def load_checkpoint(learner: Learner, path: str | Path) -> Any:
@@ -127,22 +188,17 @@ def load_checkpoint(learner: Learner, path: str | Path) -> Any:
         path: see :func:`find_checkpoint`.
 
     Returns:
-        The ``extra`` state that was saved, on every rank.
+        The ``extra`` state that was saved, on rank 0; ``None`` on the others, which have no use for it.
 
     Raises:
-        CheckpointError: if there is no checkpoint at ``path``, files are missing from it, or its tensors are
-            not the learner's, naming them.
+        CheckpointError: if there is no complete checkpoint at ``path``, or its tensors are not the learner's,
+            naming them.
     """
     checkpoint = find_checkpoint(path)
-    missing = [
-        name for name in ("meta.json", "extra.pt", "tensors/.metadata") if not (checkpoint / name).is_file()
-    ]
-    if missing:
-        raise CheckpointError(f"{checkpoint} is incomplete: {', '.join(missing)} missing")
     state = learner.state_dict()
     _check_tensors(checkpoint, state)
     load(state, checkpoint_id=checkpoint / "tensors")
-    meta = json.loads((checkpoint / "meta.json").read_text())
+    meta = json.loads((checkpoint / _META).read_text())
     learner.load_counters(meta)
     generators = checkpoint / f"rng_rank{learner.rank}.pt"
     if meta["world_size"] == learner.world_size:
@@ -152,7 +208,7 @@ def load_checkpoint(learner: Learner, path: str | Path) -> Any:
             f"{checkpoint} was written by {meta['world_size']} ranks and is read by {learner.world_size}: "
             "random generators are not restored"
         )
-    return torch.load(checkpoint / "extra.pt", weights_only=False)
+    return torch.load(checkpoint / "extra.pt", weights_only=False) if learner.rank == 0 else None
 
 
 def _check_tensors(checkpoint: Path, state: dict[str, Any]) -> None:
