@@ -10,7 +10,7 @@ from lm_cases import llama, row
 
 from torchrl_copc.models.causal_lm import CausalLMActor, CausalLMCritic
 from torchrl_copc.objectives import COPCLoss
-from torchrl_copc.training.checkpoint import save_checkpoint
+from torchrl_copc.training.checkpoint import load_checkpoint, save_checkpoint
 from torchrl_copc.training.learner import Learner, LearnerConfig, OptimizerConfig
 from torchrl_copc.value import COPCEstimator
 
@@ -22,15 +22,22 @@ SCORED = [[1, 2, 3, 4, 5], [9, 8, 7]]
 
 
 def make_learner(
-    dump_dir: str | Path = "unused", *, width: int = 32, gradient_checkpointing: bool = False, **settings
+    dump_dir: str | Path = "unused",
+    *,
+    width: int = 32,
+    gradient_checkpointing: bool = False,
+    loss_settings: dict | None = None,
+    estimator_settings: dict | None = None,
+    **settings,
 ) -> Learner:
     """A learner of two-layer Llamas (tied actor); gradients are not clipped unless asked."""
     actor = CausalLMActor(llama(0, hidden_size=width), gradient_checkpointing=gradient_checkpointing)
     critic = CausalLMCritic(llama(1, hidden_size=width).model, gradient_checkpointing=gradient_checkpointing)
     torch.manual_seed(2)
     torch.nn.init.normal_(critic.net.value_head.weight, std=0.3)
-    loss = COPCLoss(actor, critic, functional=False, eta_policy=4.0)
-    estimator = COPCEstimator(value_network=None, eta=2.0, lmbda=0.9)
+    loss_settings = dict(eta_policy=4.0, eta_advantage=2.0) | (loss_settings or {})
+    loss = COPCLoss(actor, critic, functional=False, **loss_settings)
+    estimator = COPCEstimator(value_network=None, eta=2.0, lmbda=0.9, **(estimator_settings or {}))
     defaults = dict(
         actor=OptimizerConfig(lr=1e-2, max_grad_norm=1e9),
         critic=OptimizerConfig(lr=1e-2, max_grad_norm=1e9),
@@ -41,7 +48,7 @@ def make_learner(
 
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:
-    """Gradients of the only update so far, from AdamW's first moment."""
+    """Gradients of the only update so far, from AdamW's first moment; a sum of all, weighted, after several."""
     return {
         f"{name}.{parameter_name}": learner_state["exp_avg"].full_tensor() / 0.1
         for name, network in (("actor", learner.actor), ("critic", learner.critic))
@@ -57,12 +64,33 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
     }
 
 
+# With this `eps` AdamW's steps are smooth in the gradient, so that rounding errors do not grow from update to
+# update.
+SMOOTH = OptimizerConfig(lr=1e-1, max_grad_norm=1e9, eps=1.0)
+
 CASES = {
     "token_mean": dict(aggregation="token_mean"),
     "response_mean": dict(aggregation="response_mean", max_tokens_per_micro_batch=30),
     "packed": dict(layout="packed"),
     "keep_activations": dict(keep_activations=True),
+    "minibatches": dict(
+        minibatches_per_batch=2, critic_updates=2, aggregation="response_mean", actor=SMOOTH, critic=SMOOTH
+    ),
 }
+
+
+def rows_of_one_rank(learner: Learner) -> list:
+    """``ROWS`` in the order in which one rank puts into each minibatch what both ranks put there together."""
+    halves: list[list] = [[], []]
+    for part in PARTS:
+        shuffled = learner._shuffled(part)
+        cut = len(part) // 2
+        halves[0] += shuffled[:cut]
+        halves[1] += shuffled[cut:]
+    assert len(halves[0]) == len(ROWS) // 2
+    order = learner._shuffled(range(len(ROWS)))
+    placed = dict(zip(order, halves[0] + halves[1], strict=True))
+    return [placed[place] for place in range(len(ROWS))]
 
 
 def run_case(name: str, rows: list, folder: Path) -> dict:
@@ -85,6 +113,7 @@ def main(folder: Path) -> None:
 
     rank = int(os.environ["RANK"])
     results = {name: run_case(name, PARTS[rank], folder) for name in CASES}
+    results["extra"] = load_checkpoint(make_learner(), folder / "token_mean")
     learner = make_learner(folder / "dump", on_nonfinite="skip")
     bad = [one.clone() for one in PARTS[rank]]
     if rank == 1:

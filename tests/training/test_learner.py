@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 
 import pytest
 import torch
-from learner_cases import ROWS, SCORED, gradients, make_learner, weights
+from learner_cases import ROWS, SCORED, SMOOTH, gradients, make_learner, weights
 from lm_cases import llama, row
 from omegaconf import OmegaConf
 
-from torchrl_copc.training.learner import LearnerConfig, NonFiniteError, OptimizerConfig
+from torchrl_copc.training.learner import (
+    LearnerConfig,
+    NonFiniteError,
+    OptimizerConfig,
+    start_process_group,
+)
 from torchrl_copc.trajectory import LOG_PROBS, POLICY_MASK, REWARD, TOKENS, TRUNCATED
 
 
@@ -31,43 +37,129 @@ def assert_equal(ours: dict, theirs: dict) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_gradients_are_those_of_the_formulas_row_by_row_in_float64():
-    """eta_policy=4, eta=2: I(eta_P) = [0, 3.24], I(eta_A) = [.2, 2.12]; lmbda=.9, step trace, full form."""
-    learner = make_learner()
-    head = learner.critic.net.value_head.weight.full_tensor().detach().double()
-    learner.update(ROWS)
+def brute_force(
+    minibatches: list[list],
+    head: torch.Tensor,
+    *,
+    critic_updates: int = 1,
+    lmbda_critic: float = 0.9,
+    clip_value: float = math.inf,
+    mask_from: str = "frozen",
+    interval: tuple[float, float] = (0.0, 3.24),
+    optimizers: tuple[OptimizerConfig, OptimizerConfig],
+) -> tuple[dict, dict]:
+    """One batch by the formulas, row by row in float64: AdamW's first moments / 0.1, and what was active.
 
+    eta_policy=4, eta=2: I(eta_P) = ``interval``, I(eta_A) = [.2, 2.12]; lmbda=.9, step trace, full form.
+    """
     actor, critic = llama(0).double(), llama(1).model.double()
-    head.requires_grad_()
-    terms = []
-    for one in ROWS:
-        ids, mask = one.get(TOKENS), one.get(POLICY_MASK)
-        full = actor(ids[None]).logits[0].log_softmax(-1)
-        log_prob = full[:-1].gather(-1, ids[1:, None]).squeeze(-1)[mask[1:]]
-        every_value = (critic(ids[None]).last_hidden_state[0] @ head.t()).squeeze(-1)
-        value = every_value[:-1][mask[1:]]
-        log_ratio = log_prob - one.get(LOG_PROBS)[mask].double()
-        clipped = log_ratio.detach().exp().clamp(0.2, 2.12)
-        frozen = value.detach()
-        at_end = every_value[-1:].detach() if bool(one.get(TRUNCATED).any()) else torch.zeros(1).double()
-        delta = one.get(REWARD)[mask].squeeze(-1).double() + torch.cat([frozen[1:], at_end]) - frozen
-        advantage, flow = torch.zeros_like(delta), 0.0
-        for t in reversed(range(len(delta))):
-            flow = advantage[t] = clipped[t] * delta[t] + 0.9 * flow
-        terms.append((log_ratio, advantage, value, frozen + advantage))
-    log_ratio, advantage, value, target = (torch.cat(parts) for parts in zip(*terms, strict=True))
-    advantage = (advantage - advantage.mean()) / advantage.std(unbiased=False)
-    kept = log_ratio.detach().exp() <= 3.24
-    assert 0 < int(kept.sum()) < len(kept)
-    (-(kept * log_ratio.exp() * advantage).mean()).backward()
-    (0.5 * (value - target).square().mean()).backward()
+    head = head.detach().double().requires_grad_()
+    bias = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    rows = [one for minibatch in minibatches for one in minibatch]
 
-    expected = {f"actor.model.{name}": p.grad for name, p in actor.named_parameters()}
-    expected |= {f"critic.trunk.{name}": p.grad for name, p in critic.named_parameters()}
-    expected["critic.value_head.weight"] = head.grad
-    ours = gradients(learner)
-    ours.pop("critic.value_head.bias")
-    assert_same({name: value.double() for name, value in ours.items()}, expected, rtol=1e-4)
+    def inside(log_ratio):
+        return (log_ratio.exp() >= interval[0]) & (log_ratio.exp() <= interval[1])
+
+    def log_ratios(one):
+        ids, mask = one.get(TOKENS), one.get(POLICY_MASK)
+        log_prob = actor(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1)
+        return log_prob[mask[1:]] - one.get(LOG_PROBS)[mask].double()
+
+    def values(one):
+        """At every policy token, and after the row."""
+        value = (critic(one.get(TOKENS)[None]).last_hidden_state[0] @ head.t()).squeeze(-1) + bias
+        return value[:-1][one.get(POLICY_MASK)[1:]], value[-1:]
+
+    frozen = []
+    with torch.no_grad():
+        for one in rows:
+            log_ratio, (value, last) = log_ratios(one), values(one)
+            clipped = log_ratio.exp().clamp(0.2, 2.12)
+            at_end = last if bool(one.get(TRUNCATED).any()) else torch.zeros(1).double()
+            reward = one.get(REWARD)[one.get(POLICY_MASK)].squeeze(-1).double()
+            delta = reward + torch.cat([value[1:], at_end]) - value
+            advantage, target = torch.zeros_like(delta), torch.zeros_like(delta)
+            flow = critic_flow = 0.0
+            for t in reversed(range(len(delta))):
+                flow = advantage[t] = clipped[t] * delta[t] + 0.9 * flow
+                critic_flow = target[t] = clipped[t] * delta[t] + lmbda_critic * critic_flow
+            frozen.append((log_ratio, value, advantage, value + target))
+    every = torch.cat([advantage for _, _, advantage, _ in frozen])
+    mean, std = every.mean(), every.std(unbiased=False)
+
+    actor_optimizer, critic_optimizer = (
+        torch.optim.AdamW(parameters, lr=config.lr, eps=config.eps, weight_decay=0.0)
+        for parameters, config in zip(
+            (actor.parameters(), [*critic.parameters(), head, bias]), optimizers, strict=True
+        )
+    )
+    active = dict(masked=0, mask_changed=0, value_clipped=0)
+    first = 0
+    for minibatch in minibatches:
+        known = frozen[first : first + len(minibatch)]
+        first += len(minibatch)
+        old_log_ratio, old_value, advantage, target = (torch.cat(x) for x in zip(*known, strict=True))
+        for _ in range(critic_updates):
+            value = torch.cat([values(one)[0] for one in minibatch])
+            near = old_value + (value - old_value).clamp(-clip_value, clip_value)
+            active["value_clipped"] += int((near != value).sum())
+            error = torch.maximum((value - target).square(), (near - target).square())
+            critic_optimizer.zero_grad()
+            (0.5 * error.mean()).backward()
+            critic_optimizer.step()
+        log_ratio = torch.cat([log_ratios(one) for one in minibatch])
+        kept = inside(old_log_ratio if mask_from == "frozen" else log_ratio.detach())
+        active["masked"] += int((~kept).sum())
+        active["mask_changed"] += int((kept != inside(old_log_ratio)).sum())
+        actor_optimizer.zero_grad()
+        (-(kept * log_ratio.exp() * (advantage - mean) / std).mean()).backward()
+        actor_optimizer.step()
+
+    names = {f"actor.model.{name}": (actor_optimizer, p) for name, p in actor.named_parameters()}
+    names |= {f"critic.trunk.{name}": (critic_optimizer, p) for name, p in critic.named_parameters()}
+    names |= {"critic.value_head.weight": (critic_optimizer, head)}
+    names |= {"critic.value_head.bias": (critic_optimizer, bias)}
+    return {name: adamw.state[p]["exp_avg"] / 0.1 for name, (adamw, p) in names.items()}, active
+
+
+def learner_and_formulas(head_settings: dict, **settings) -> tuple[dict, dict, dict, dict]:
+    learner = make_learner(**settings)
+    parts = learner.config.minibatches_per_batch
+    rows = learner._shuffled(ROWS)
+    minibatches = [rows[len(rows) * i // parts : len(rows) * (i + 1) // parts] for i in range(parts)]
+    expected, active = brute_force(
+        minibatches,
+        learner.critic.net.value_head.weight.full_tensor(),
+        critic_updates=learner.config.critic_updates,
+        optimizers=(learner.config.actor, learner.config.critic),
+        **head_settings,
+    )
+    metrics = learner.update(ROWS)
+    return {n: g.double() for n, g in gradients(learner).items()}, expected, active, metrics
+
+
+def test_gradients_are_those_of_the_formulas_row_by_row_in_float64():
+    found, expected, active, metrics = learner_and_formulas({})
+    assert active["masked"] > 0
+    tokens = metrics["tokens"]
+    assert metrics["kept_fraction"] == pytest.approx(1 - active["masked"] / tokens)
+    assert_same(found, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mask_from", ["frozen", "current"])
+def test_minibatches_value_clipping_and_traces_follow_the_formulas(mask_from):
+    found, expected, active, metrics = learner_and_formulas(
+        dict(lmbda_critic=1.0, clip_value=0.2, mask_from=mask_from, interval=(0.6, 1.56)),
+        loss_settings=dict(clip_value=0.2, mask_from=mask_from, eta_policy=1.0),
+        estimator_settings=dict(lmbda_critic=1.0),
+        minibatches_per_batch=3,
+        critic_updates=2,
+        actor=OptimizerConfig(lr=0.3, max_grad_norm=1e9, eps=1.0),
+        critic=SMOOTH,
+    )
+    assert active["value_clipped"] > 0 and metrics["value_clip_fraction"] > 0
+    assert (active["mask_changed"] > 0) == (mask_from == "current")
+    assert_same(found, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +257,15 @@ def test_a_frozen_pass_that_is_not_finite_leaves_the_learner_usable(tmp_path, ke
     before = learner.critic.net.value_head.bias.full_tensor().detach().clone()
     with torch.no_grad():
         learner.critic.net.value_head.bias.to_local().fill_(float("nan"))
-    assert learner.update(ROWS)["nonfinite_updates"] == 1
+    skipped = learner.update(ROWS, version=4)
+    assert skipped["nonfinite_updates"] == 1
     with torch.no_grad():
         learner.critic.net.value_head.bias.to_local().copy_(before)
-    learner.update(ROWS)
+    learner.update(ROWS, version=4)
     reference = make_learner()
-    reference.update(ROWS)
+    expected = reference.update(ROWS, version=4)
+    contents = ("tokens", "responses", "reward", *(key for key in expected if key.startswith("staleness")))
+    assert len(contents) == 7 and all(skipped[key] == expected[key] for key in contents)
     assert_same(gradients(learner), gradients(reference))
 
 
@@ -280,6 +375,7 @@ def test_bfloat16_passes_keep_float32_master_weights_and_heads():
     ("settings", "name"),
     [
         (dict(param_dtype="float16"), "learner.param_dtype"),
+        (dict(device="gpu"), r"learner\.device must be one of auto, cpu, cuda, got 'gpu'"),
         (dict(on_nonfinite="ignore"), "learner.on_nonfinite"),
         (dict(critic_updates=0), "learner.critic_updates"),
         (dict(actor=OptimizerConfig(lr=-1.0)), "learner.actor.lr"),
@@ -289,6 +385,35 @@ def test_bfloat16_passes_keep_float32_master_weights_and_heads():
 def test_settings_check_themselves(settings, name):
     with pytest.raises(ValueError, match=name):
         LearnerConfig(**settings)
+
+
+def test_a_gpu_that_is_not_there_is_named_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"learner\.device=cuda.*no CUDA GPU"):
+        start_process_group("cuda")
+
+
+def test_other_ranks_wait_as_long_as_rank_0_evaluates():
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", 0)):
+            patch.setenv(name, str(value))
+        start_process_group("cpu")
+    group = torch.distributed.distributed_c10d._get_default_group()
+    assert group._get_backend(torch.device("cpu")).options._timeout >= timedelta(hours=24)
+
+
+def test_clip_fractions_are_shares_of_the_global_batch_where_the_frozen_ratio_leaves_the_interval():
+    metrics = make_learner(minibatches_per_batch=3).update(ROWS)
+    actor, log_ratios = llama(0), []
+    for one in ROWS:
+        ids, mask = one.get(TOKENS), one.get(POLICY_MASK)
+        log_prob = actor(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1)
+        log_ratios.append(log_prob.detach()[mask[1:]] - one.get(LOG_PROBS)[mask])
+    ratio = torch.cat(log_ratios).exp()
+    for key, outside in (("clip_fraction_low", ratio < 0.2), ("clip_fraction_high", ratio > 2.12)):
+        assert 0 < metrics[key] == pytest.approx(float(outside.float().mean()))
 
 
 def test_settings_compose_in_structured_configs():

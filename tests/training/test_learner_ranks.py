@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import CASES, ROWS, gradients, make_learner, run_case, weights
+from learner_cases import CASES, ROWS, gradients, make_learner, rows_of_one_rank, run_case, weights
 
 from torchrl_copc.training.checkpoint import load_checkpoint
 
@@ -44,7 +44,8 @@ def two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_uneven_ranks_give_the_gradients_of_one_rank(two_ranks, case, tmp_path):
     _, (first, second) = two_ranks
-    one = run_case(case, ROWS, tmp_path)
+    rows = rows_of_one_rank(make_learner(**CASES[case])) if case == "minibatches" else ROWS
+    one = run_case(case, rows, tmp_path)
     for name, expected in one["gradients"].items():
         scale = float(expected.abs().max())
         for found in (first[case]["gradients"][name], second[case]["gradients"][name]):
@@ -68,6 +69,12 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(two_ranks):
         assert torch.equal(weights(learner)[name], expected)
     for name, expected in first["token_mean"]["gradients"].items():
         assert torch.equal(gradients(learner)[name], expected)
+
+
+@pytest.mark.slow
+def test_only_rank_0_gets_the_rest_of_a_checkpoint(two_ranks):
+    _, (first, second) = two_ranks
+    assert (first["extra"], second["extra"]) == ({"rank": 0}, None)
 
 
 @pytest.mark.slow
