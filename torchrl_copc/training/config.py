@@ -201,6 +201,11 @@ def check(cfg: TrainConfig) -> None:
             f"collector.lag={c.lag} holds the engine further back than collector.max_staleness={c.max_staleness} "
             "allows; raise max_staleness to at least the lag"
         )
+    if c.max_concurrent_rows is not None and c.max_concurrent_rows < c.group_size:
+        raise ConfigError(
+            f"collector.max_concurrent_rows={c.max_concurrent_rows} is below collector.group_size={c.group_size}: no "
+            "group could start"
+        )
     if c.on_deadline not in ("cut", "requeue"):
         raise ConfigError(f"collector.on_deadline={c.on_deadline!r}: choose 'cut' or 'requeue'")
     ranks = int(os.environ.get("WORLD_SIZE", 1))

@@ -100,9 +100,11 @@ class Rollouts:
 
     def close(self) -> None:
         """Stop the episodes and the worker."""
-        self.collector.shutdown()
-        self.publisher.close()
-        self.worker.shutdown()
+        try:
+            self.collector.shutdown()
+            self.publisher.close()
+        finally:
+            self.worker.shutdown()
 
 
 def probe_sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:

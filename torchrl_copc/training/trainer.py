@@ -2,7 +2,7 @@
 
     every rank                                   rank 0 only
     ----------                                   -----------
-                                                 collector.next()      waits for a batch the rules allow
+                                                 collector.take()      waits for a batch the rules allow
     rows <───────────── scatter ──────────────── rows, oldest first
     learner.update(rows)                         (episodes go on meanwhile, in the worker)
     learner.actor_weights(), score(probe)        collector.advance(version + 1)
