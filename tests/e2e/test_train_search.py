@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from torchrl_copc.training.checkpoint import find_checkpoint
 from torchrl_copc.training.report import CURVES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.slow]
@@ -39,9 +41,13 @@ def run(*overrides: str, ranks: int = 1) -> str:
     return finish(command(*overrides, ranks=ranks))
 
 
-def resume(*overrides: str) -> str:
+def resume(run_path: Path) -> list[str]:
     """Without the settings of the run: it brings its own."""
-    return finish([sys.executable, str(ROOT / "scripts/train_search.py"), *overrides])
+    return [sys.executable, str(ROOT / "scripts/train_search.py"), f"resume={run_path}"]
+
+
+def saved_version(run_path: Path) -> int:
+    return json.loads((find_checkpoint(run_path) / "meta.json").read_text())["version"]
 
 
 def finish(arguments: list[str]) -> str:
@@ -57,21 +63,27 @@ def finish(arguments: list[str]) -> str:
     return done.stdout
 
 
-def run_until(marker: str, *overrides: str) -> int:
-    """Send SIGTERM at the first line with ``marker``; return the exit code."""
-    process = subprocess.Popen(
-        command(*overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
-    )
+def run_until(marker: str, then: Callable[[subprocess.Popen], None], arguments: list[str]) -> tuple[int, str]:
+    """Run to the first line with ``marker``, do something to the run, and return its exit code and output."""
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     seen = []
     for line in process.stdout:
         seen.append(line)
         if marker in line:
-            process.send_signal(signal.SIGTERM)
+            then(process)
             break
     rest, _ = process.communicate(timeout=300)
-    assert process.returncode == 143, "".join(seen)[-3000:] + rest[-3000:]
-    return process.returncode
+    return process.returncode, "".join(seen) + rest
+
+
+def kill_engine(process: subprocess.Popen) -> None:
+    """SIGKILL vLLM's own processes, as an out-of-memory killer would."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    engine = [child for child in family if "VLLM" in " ".join(child.cmdline())]
+    assert engine
+    for child in engine:
+        child.kill()
 
 
 def lines(path: Path) -> list[dict]:
@@ -80,26 +92,27 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def resumed_run(tmp_path_factory) -> Path:
-    """Stopped by SIGTERM after its second batch, then resumed to its sixth."""
+    """Stopped by SIGTERM after its second batch; resumed, its engine killed after the fourth; resumed to the end."""
     root = tmp_path_factory.mktemp("runs")
-    run_until("   2/6", f"run_root={root}", "run_name=stopped", "total_versions=6")
-    stopped_at = json.loads(next((root / "stopped/checkpoints").glob("version_*/meta.json")).read_text())[
-        "version"
-    ]
-    assert 2 <= stopped_at < 6
-    resume(f"resume={root}/latest", "total_versions=6")
+    start = command(f"run_root={root}", "run_name=stopped", "total_versions=7")
+    code, out = run_until("   2/7", lambda process: process.send_signal(signal.SIGTERM), start)
+    assert code == 143 and "continue with resume=" in out, out[-4000:]
+    assert saved_version(root / "stopped") in (2, 3)
+    code, out = run_until("   4/7", kill_engine, again := resume(root / "latest"))
+    assert code == 1 and "the rollout engine died" in out, out[-4000:]
+    assert saved_version(root / "stopped") in (4, 5, 6)
+    finish(again)
     return root / "stopped"
 
 
 def test_prompts_of_a_resumed_run_are_those_of_the_uninterrupted_order_each_once(resumed_run):
     from torchrl_copc.collectors.prompts import PromptStream
     from torchrl_copc.envs.search.factbook import load_questions
-    from torchrl_copc.training.checkpoint import find_checkpoint
 
     consumed = lines(resumed_run / "consumed.jsonl")
-    assert [entry["version"] for entry in consumed] == [1, 2, 3, 4, 5, 6]
+    assert [entry["version"] for entry in consumed] == [1, 2, 3, 4, 5, 6, 7]
     rows = [row for entry in consumed for row in entry["row_id"]]
-    assert max(Counter(rows).values()) == 1 and len(rows) == 6 * BATCH_ROWS
+    assert max(Counter(rows).values()) == 1 and len(rows) == 7 * BATCH_ROWS
 
     # Places of the uninterrupted order: consumed, still in the buffer, or to start again; each exactly once.
     extra = torch.load(find_checkpoint(resumed_run) / "extra.pt", weights_only=False)
@@ -125,6 +138,7 @@ def test_the_report_has_what_a_reader_needs(resumed_run):
     assert report["tok_s"] > 0 and report["seed"] == 0 and len(report["config_hash"]) == 12
     assert (resumed_run.parent / "latest").resolve() == resumed_run.resolve()
     assert (resumed_run / "curves.png").stat().st_size > 10_000
+    assert list((resumed_run / "tensorboard").rglob("events.out*"))
     assert "«<user>" in (resumed_run / "transcripts/after.txt").read_text()
     metrics = lines(resumed_run / "metrics.jsonl")
     assert all(entry["push_noise_max"] < 1e-3 for entry in metrics if "push_noise_max" in entry)
@@ -149,10 +163,10 @@ def test_the_trained_model_differs_and_answers_a_question(resumed_run):
     assert "«<user>What is the capital of Kenya?<assistant>»" in answer.stdout
 
 
-def test_two_learner_ranks_train_on_one_engine(tmp_path):
-    out = run(
-        f"run_root={tmp_path}", "total_versions=2", "run_name=two", "learner.critic_warmup_batches=0", ranks=2
-    )
-    assert "2/2" in out
-    assert sum(len(entry["row_id"]) for entry in lines(tmp_path / "two/consumed.jsonl")) == 2 * BATCH_ROWS
-    assert lines(tmp_path / "two/metrics.jsonl")[-1]["responses"] == BATCH_ROWS
+def test_two_learner_ranks_train_beside_an_engine_held_one_version_back(tmp_path):
+    overrides = ["total_versions=3", "run_name=two", "collector.lag=1", "learner.critic_warmup_batches=0"]
+    assert "   3/3" in run(f"run_root={tmp_path}", *overrides, ranks=2)
+    assert sum(len(entry["row_id"]) for entry in lines(tmp_path / "two/consumed.jsonl")) == 3 * BATCH_ROWS
+    metrics = lines(tmp_path / "two/metrics.jsonl")
+    assert all(entry["responses"] == BATCH_ROWS for entry in metrics)
+    assert all(1 <= entry["staleness_mean"] <= entry["staleness_max"] <= 2 for entry in metrics[1:])
