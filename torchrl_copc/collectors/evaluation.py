@@ -26,8 +26,8 @@ class EvaluationRun:
         temperature: of sampling; 0 is greedy.
         seed: rows derive theirs from it and their id.
         max_concurrent_rows: episodes at once.
-        row_deadline: seconds after which a row is truncated; ``None`` for no deadline.
-        max_attempts: times an episode may fail before the evaluation stops and names its prompt.
+        row_deadline: seconds after which a row is stopped and started again; ``None`` for no deadline.
+        max_attempts: times an episode may fail or be stopped before the evaluation ends and names its prompt.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class EvaluationRun:
         self._max_attempts = max_attempts
         self._version = worker.weight_version
         self._running: dict[str, float] = {}
+        self._cut_at: dict[str, float] = {}
         self._attempts: dict[str, int] = dict.fromkeys(self._order, 0)
         self._rows: dict[str, TensorDict] = {}
         self._error: Exception | None = None
@@ -62,8 +63,8 @@ class EvaluationRun:
 
         Raises:
             EvaluationError: if a token was sampled by other weights than the pinned ones, an episode keeps
-                failing, or ``timeout`` seconds passed.
-            WorkerError: if the worker dies.
+                failing or running past its deadline, or ``timeout`` seconds passed.
+            WorkerError: if the worker dies or hangs.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         self._worker.attach(self)
@@ -86,9 +87,15 @@ class EvaluationRun:
     def on_row(self, episode: Episode) -> None:
         """Check and keep a row."""
         with self._condition:
-            self._running.pop(episode.row_id)
+            self._ended(episode.row_id)
             if episode.num_policy_tokens == 0:
                 self._retry(episode.row_id, f"it ended ({episode.finish_reason}) without a policy token")
+                return
+            if episode.truncated:  # it would count as a wrong answer
+                self._retry(
+                    episode.row_id,
+                    f"it was truncated ({episode.finish_reason}) at row_deadline={self._row_deadline} s",
+                )
                 return
             try:
                 row = episode.to_row()
@@ -109,25 +116,32 @@ class EvaluationRun:
     def on_failure(self, row_id: str, error: str) -> None:
         """Run a failed episode again."""
         with self._condition:
-            self._running.pop(row_id)
+            self._ended(row_id)
             self._retry(row_id, f"it raised:\n{error}")
 
     def on_tick(self) -> None:
-        """Truncate rows past their deadline."""
+        """Stop rows past their deadline."""
         if self._row_deadline is None:
             return
         with self._condition:
             now = time.monotonic()
-            for row_id in [
-                row for row, started in self._running.items() if now - started > self._row_deadline
-            ]:
-                self._running[row_id] = float("inf")
-                self._worker.cut(row_id, self, "row_deadline")
+            for row_id, started in self._running.items():
+                if now - started > self._row_deadline and row_id not in self._cut_at:
+                    self._cut_at[row_id] = now
+                    self._worker.cut(row_id, self, "row_deadline")
+            try:
+                self._worker.check_cut_rows(self._cut_at)
+            except WorkerError as error:
+                self._fail(error)
 
     def on_death(self, error: WorkerError) -> None:
         """Hand the worker's death to the caller."""
         with self._condition:
             self._fail(error)
+
+    def _ended(self, row_id: str) -> None:
+        del self._running[row_id]
+        self._cut_at.pop(row_id, None)
 
     def _start_rows(self) -> None:
         while self._waiting and len(self._running) < self._max_concurrent_rows:
@@ -147,9 +161,9 @@ class EvaluationRun:
                     f"the last time {why}"
                 )
             )
-        else:
-            self._waiting.append(row_id)
-            self._start_rows()
+            return
+        self._waiting.append(row_id)
+        self._start_rows()
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:

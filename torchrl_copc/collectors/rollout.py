@@ -37,13 +37,13 @@ from torchrl_copc.trajectory import (
     POLICY_VERSION,
     Episode,
     Prompt,
+    RowError,
     check_row,
     metadata,
     oldest_version,
 )
 
 _STALL_SECONDS = 30.0  # nothing runs, nothing may start, no batch: somebody forgot to publish
-_CUT_GRACE = 60.0  # seconds a cut row may take to arrive before the worker counts as hung
 
 
 class CollectorError(RuntimeError):
@@ -307,7 +307,8 @@ class AsyncRolloutCollector(BaseCollector):
             WorkerError: if the worker dies.
         """
         with self._condition:
-            self._raise_error()
+            if isinstance(self._error, WorkerError):  # other errors are the ledger's, which is not used here
+                raise self._error
             run = self._evaluations
             self._evaluations += 1
         evaluation = EvaluationRun(
@@ -478,13 +479,7 @@ class AsyncRolloutCollector(BaseCollector):
                         "requeued",
                         f"it ran longer than row_deadline={self.controller.row_deadline} s",
                     )
-            for row_id, cut_at in self._cut_at.items():
-                if now - cut_at > _CUT_GRACE:
-                    raise CollectorError(
-                        f"row {row_id} was cut at row_deadline={self.controller.row_deadline} s and did not "
-                        f"arrive in {_CUT_GRACE:g} s: the worker's event loop is blocked; see its log, "
-                        f"{self.worker.log_path}"
-                    )
+            self.worker.check_cut_rows(self._cut_at)
             self._admit()
 
     def on_death(self, error: WorkerError) -> None:
@@ -501,8 +496,14 @@ class AsyncRolloutCollector(BaseCollector):
         with self._condition:
             try:
                 yield
-            except Exception as error:
+            except (CollectorError, RowError, WorkerError) as error:
                 self._fail(error)
+            except Exception as error:
+                failure = CollectorError(
+                    f"a message of the rollout worker could not be handled: {type(error).__name__}: {error}"
+                )
+                failure.__cause__ = error
+                self._fail(failure)
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:
@@ -526,7 +527,11 @@ class AsyncRolloutCollector(BaseCollector):
                 request = RowRequest(
                     row_id, entry.prompt, ticket.group_id, self.temperature, derive_seed(self.seed, row_id)
                 )
-                self.worker.submit(request, self)
+                try:
+                    self.worker.submit(request, self)
+                except WorkerError as error:  # the learner may be in advance(), which did happen
+                    self._fail(error)
+                    return
 
     def _start_again(self, group_id: str, reason: str, why: str) -> None:
         """Re-queue the prompt of a running group, unless it has failed too often."""

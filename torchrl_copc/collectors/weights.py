@@ -8,6 +8,7 @@ only names, places and numbers cross.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from torchrl_copc.collectors.checksum import tensor_checksum
 from torchrl_copc.collectors.engine import ParameterChecksum, VLLMEngineConfig
 from torchrl_copc.collectors.transfer import EngineCall, call_timeout, make_transport
 
+_Part = tuple[str, int, int, int]  # name, dim, start, stop
 ScoreFn = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
 
 _NAMED = 8
@@ -81,6 +83,7 @@ class WeightPublisher:
         self._transport = make_transport(call, config)
         self._allowed: tuple[float, float] | None = None
         self._names: tuple[set[str], set[str]] = (set(), set())
+        self._parts: Counter[_Part] = Counter()
 
     def calibrate(self, named_tensors: Mapping[str, Tensor], version: int, score_fn: ScoreFn) -> PushReport:
         """Push once, verify the bytes, and measure the noise that later pushes may show.
@@ -91,10 +94,13 @@ class WeightPublisher:
             score_fn: as for :meth:`publish`.
 
         Raises:
-            WeightSyncError: as :meth:`publish`, and if the noise is too large to be rounding.
+            WeightSyncError: as :meth:`publish`, if the engine's checksums leave out a part of a parameter, and
+                if the noise is too large to be rounding.
         """
         held: list[ParameterChecksum] = self._engine("checksums")
         self._names = {part.name for part in held if not part.tied_to}, {part.name for part in held}
+        self._parts = _parts(held)
+        self._check_coverage(named_tensors, held, version)
         report = self._push(named_tensors, version, score_fn)
         limit = _MOST_NOISE[self._config.dtype]
         if not report.noise_mean <= limit:
@@ -173,6 +179,31 @@ class WeightPublisher:
             sum(tensor.numel() * tensor.element_size() for tensor in expected.values()),
         )
 
+    def _check_coverage(
+        self, named_tensors: Mapping[str, Tensor], held: Sequence[ParameterChecksum], version: int
+    ) -> None:
+        """Every element the engine computes with must be under a checksum, or its arrival is not proven."""
+        parts_of: dict[str, list[ParameterChecksum]] = {}
+        for part in sorted(held, key=lambda part: part.start):
+            parts_of.setdefault(part.name, []).append(part)
+        uncovered = []
+        for name, parts in parts_of.items():
+            tensor = named_tensors.get(name, named_tensors.get(parts[0].tied_to))
+            if tensor is None:  # the learner's to push, which is checked next
+                continue
+            dim = parts[0].dim
+            reached = 0
+            for part in parts:
+                if part.start <= reached and part.dim == dim:
+                    reached = max(reached, part.stop)
+            if reached != tensor.shape[dim]:
+                uncovered.append(f"{name} ({reached} of {tensor.shape[dim]} along dimension {dim})")
+        if uncovered:
+            raise WeightSyncError(
+                f"version {version}: the engine's checksums do not cover {_listed(uncovered)}; nothing was pushed, "
+                "check engine.model and that its architecture is a dense decoder"
+            )
+
     def _check_version(self, version: int) -> None:
         reported = self._engine("weight_version")
         if reported != version:
@@ -183,6 +214,13 @@ class WeightPublisher:
 
     def _check_parameters(self, expected: Mapping[str, Tensor], version: int) -> None:
         held: list[ParameterChecksum] = self._engine("checksums")
+        reported = _parts(held)
+        if reported != self._parts:
+            missing, surplus = self._parts - reported, reported - self._parts
+            raise WeightSyncError(
+                f"version {version}: the engine reported other parts of its parameters than at the calibration: missing: "
+                f"{_listed(_part_names(missing))}; unexpected: {_listed(_part_names(surplus))}"
+            )
         checksum_of = {part.name: part.checksum for part in held}
         differing: list[str] = []
         stale_heads: list[str] = []
@@ -228,6 +266,14 @@ class _Clock:
     def lap(self, name: str) -> None:
         now = time.monotonic()
         self.seconds[name], self._last = now - self._last, now
+
+
+def _parts(held: Sequence[ParameterChecksum]) -> Counter[_Part]:
+    return Counter((part.name, part.dim, part.start, part.stop) for part in held)
+
+
+def _part_names(parts: Mapping[_Part, int]) -> list[str]:
+    return [f"{name}[{start}:{stop}]" for name, _, start, stop in sorted(parts)]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _TICK = 0.2  # seconds between two looks at deadlines when no message arrives
 _LOG_TAIL_LINES = 30
 _LOG_TAIL_BYTES = 1 << 16
+_CUT_GRACE = 60.0  # seconds a cut row may take to arrive before the worker counts as hung
 
 
 class WorkerError(RuntimeError):
@@ -158,8 +159,9 @@ class RolloutWorker:
             keys = [key for key, (owner, _) in self._rows.items() if owner is sink]
             for key in keys:
                 self._forget(key)
-        if keys and self.alive:
-            self._send(("cancel", keys))
+        if keys:
+            with contextlib.suppress(WorkerError):  # a worker that is gone runs no rows
+                self._send(("cancel", keys))
 
     def submit(self, request: RowRequest, sink: RowSink) -> None:
         """Start an episode; its row or failure goes to ``sink``."""
@@ -184,6 +186,23 @@ class RolloutWorker:
             key = self._key_of.get((id(sink), row_id))
         if key is not None:
             self._send(("cut", key, reason))
+
+    def check_cut_rows(self, cut_at: Mapping[str, float]) -> None:
+        """See that cut rows arrive.
+
+        Args:
+            cut_at: rows that were cut and have not arrived, and when (``time.monotonic()``).
+
+        Raises:
+            WorkerError: for a row that should have arrived long ago.
+        """
+        now = time.monotonic()
+        for row_id, since in cut_at.items():
+            if now - since > _CUT_GRACE:
+                raise self._error_with_log(
+                    f"row {row_id} was cut at its row_deadline and did not arrive in {_CUT_GRACE:g} s: "
+                    "the worker's event loop is blocked"
+                )
 
     def call(self, method: str, *args: Any, timeout: float = 60.0, **kwargs: Any) -> Any:
         """Run a coroutine method of the engine in the worker and wait for its result.

@@ -118,7 +118,9 @@ class _Server:
             self._send("fatal", traceback.format_exc())
             raise
         finally:
-            for running in self._running.values():
+            unfinished = list(self._running.values())
+            self._running.clear()
+            for running in unfinished:
                 if running.task is not None:
                     running.task.cancel()
             if engine is not None:
@@ -151,12 +153,27 @@ class _Server:
             raise RuntimeError(f"unknown message from the learner: {kind}")
 
     async def _episode(self, key: int, running: _Running) -> None:
+        try:
+            self._send("row", key, _plain(await self._play(key, running)))
+        except asyncio.CancelledError:
+            if self._running.get(key) is not running:  # the learner does not want it any more
+                await self._abort(running)
+                raise
+            # A tool's own cancellation that nobody caught: without a message the row would never end.
+            self._send("failed", key, traceback.format_exc())
+        except EngineDeadError as error:
+            self._send("fatal", f"{type(error).__name__}: {error}")
+        except Exception:
+            self._send("failed", key, traceback.format_exc())
+        finally:
+            self._running.pop(key, None)
+
+    async def _play(self, key: int, running: _Running) -> Episode:
         request = running.request
         began = time.monotonic()
         engine_seconds = 0.0
-        episode: Episode | None = None
+        episode: Episode = self._env.begin(request.prompt, request.row_id, request.group_id)
         try:
-            episode = self._env.begin(request.prompt, request.row_id, request.group_id)
             while not episode.done:
                 turn = self._env.next_turn(episode)
                 turn_began = time.monotonic()
@@ -172,29 +189,23 @@ class _Server:
                 )
                 running.engine_request = None
                 engine_seconds += time.monotonic() - turn_began
+                # Before any cut: a turn that ended by itself may hold the answer, whatever raced with it.
+                await self._env.advance(episode, completion)
                 if running.cut_reason is not None:
-                    if completion.token_ids:
-                        episode.append_completion(completion)
-                    self._env.cut(episode, running.cut_reason)
-                else:
-                    await self._env.advance(episode, completion)
+                    self._end_cut(episode, running.cut_reason)
         except asyncio.CancelledError:
-            if running.cut_reason is None or episode is None:
-                await self._abort(running)
+            if self._running.get(key) is not running or running.cut_reason is None:
                 raise
-            if not episode.done:
-                self._env.cut(episode, running.cut_reason)
-        except EngineDeadError as error:
-            self._send("fatal", f"{type(error).__name__}: {error}")
-            return
-        except Exception:
-            self._send("failed", key, traceback.format_exc())
-            return
-        finally:
-            self._running.pop(key, None)
+            self._end_cut(episode, running.cut_reason)
         seconds = time.monotonic() - began
         episode.timings.update(total=seconds, engine=engine_seconds, environment=seconds - engine_seconds)
-        self._send("row", key, _plain(episode))
+        return episode
+
+    def _end_cut(self, episode: Episode, reason: str) -> None:
+        if not episode.done:
+            self._env.cut(episode, reason)
+        elif episode.truncated:  # by its aborted request, which does not know why
+            episode.finish_reason = reason
 
     async def _cut(self, running: _Running) -> None:
         """End an episode early: an engine request gives back what it sampled, a tool call is interrupted."""

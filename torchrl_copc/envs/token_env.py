@@ -216,8 +216,8 @@ class TokenEnv(EnvBase):
     async def advance(self, episode: TokenEpisode, completion: Completion) -> None:
         """Append one sampled turn, then append the environment's observation or finish the episode.
 
-        A completion with ``finish_reason="abort"`` and no stop truncates the episode. If the episode is cut
-        while a tool runs, the tool's answer is dropped.
+        A completion with ``finish_reason="abort"`` truncates the episode: no tool runs for it. If the episode
+        is cut while a tool runs, the tool's answer is dropped.
 
         Args:
             episode: the running episode.
@@ -236,7 +236,7 @@ class TokenEnv(EnvBase):
         length, text, stopped = self._trim(completion.token_ids)
         episode.append_completion(completion.truncated(length))
         episode.seen = tuple(episode.token_ids)
-        if not stopped and completion.finish_reason == "abort":
+        if completion.finish_reason == "abort":
             return self.cut(episode, "abort")
         if not stopped and completion.finish_reason == "length":
             return episode.finish(self.earned(episode, text), "length")
