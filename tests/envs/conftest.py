@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from env_cases import CHAT_TEMPLATE, PASSAGES, TAGS, train_tokenizer
+from env_cases import CHAT_TEMPLATE, PASSAGES, train_tokenizer
 
 from torchrl_copc.envs.search import LocalRetriever
+from torchrl_copc.envs.search.protocol import TINY_TAGS
 from torchrl_copc.trajectory import Prompt
 
 
 @pytest.fixture(scope="session")
 def tag_tokenizer():
-    return train_tokenizer(("<pad>", "<eos>", *TAGS), ("<extra>",), pad_token="<pad>", eos_token="<eos>")
+    return train_tokenizer(("<pad>", "<eos>", *TINY_TAGS), ("<extra>",), pad_token="<pad>", eos_token="<eos>")
 
 
 @pytest.fixture(scope="session")

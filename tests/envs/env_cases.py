@@ -8,16 +8,6 @@ from transformers import PreTrainedTokenizerFast
 from torchrl_copc.envs.search import Passage
 from torchrl_copc.trajectory import Completion, FinishReason
 
-TAGS = (
-    "<user>",
-    "<assistant>",
-    "<search>",
-    "</search>",
-    "<information>",
-    "</information>",
-    "<answer>",
-    "</answer>",
-)
 TEXT = (
     "What is the capital of Mali? Bamako is the capital of Mali, on the river Niger. The highest point of Chad "
     "is Emi Koussi. Search, then answer between the tags; the question follows. Passages come back numbered. "

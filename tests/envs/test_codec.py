@@ -56,6 +56,21 @@ def test_a_tokenizer_that_cannot_keep_the_doors_apart_is_refused():
         TokenCodec(word_level)
 
 
+def test_an_added_token_that_is_an_ordinary_word_too_is_refused(tag_tokenizer):
+    word_level = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<extra>": 0, "<unk>": 1}, unk_token="<unk>")),
+        unk_token="<none>",
+    )
+    word_level.add_tokens(["<extra>"])
+    with pytest.raises(ValueError, match="'<extra>' into control token 0"):
+        TokenCodec(word_level)
+
+
+def test_half_a_surrogate_pair_is_replaced(tag_tokenizer):
+    codec = TokenCodec(tag_tokenizer)
+    assert codec.decode(codec.ordinary("a\ud83d b")) == "a? b"
+
+
 def test_a_slow_tokenizer_is_refused():
     with pytest.raises(ValueError, match="not a fast tokenizer"):
         TokenCodec(object())

@@ -29,6 +29,12 @@ def test_both_record_shapes_are_read(tmp_path):
     assert len(load_qa(path, limit=2)) == 2
 
 
+def test_merged_data_sets_may_repeat_ids(tmp_path):
+    record = {"id": "train_0", "question": "q", "answer": "A"}
+    path = _write(tmp_path, {**record, "data_source": "nq"}, {**record, "data_source": "hotpotqa"}, record)
+    assert [prompt.id for prompt in load_qa(path)] == ["nq-train_0", "hotpotqa-train_0", "train_0"]
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [

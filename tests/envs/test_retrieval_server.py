@@ -207,13 +207,17 @@ def serving(app):
         sock.close()
 
 
-def test_many_searches_at_once_over_loopback_and_a_clear_error_once_the_server_is_gone(app, retriever):
+def test_many_searches_at_once_over_loopback_and_a_clear_error_once_the_server_is_gone(
+    app, retriever, monkeypatch
+):
     queries = ["Lima", "capital of Mali", "highest point", ""] * 10
 
     async def all_at_once(remote):
         results = await asyncio.gather(*(remote.search([query], 2) for query in queries))
         await remote.close()
         return [hits for (hits,) in results]
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a proxy is for other machines
 
     with serving(app) as url:
         remote = HTTPRetriever(url, max_connections=4, retries=0, timeout=5.0)

@@ -213,6 +213,12 @@ def test_actions_of_a_turn(chat_tokenizer, retriever):
     assert parse("<search> a") is None
 
 
+@pytest.mark.parametrize("protocol", ["search_r1", "hermes"])
+def test_observations_without_room_for_text_are_refused_at_once(chat_tokenizer, retriever, protocol):
+    with pytest.raises(ValueError, match="max_observation_tokens=20 leaves no room"):
+        SearchEnv(chat_tokenizer, retriever, protocol=protocol, max_observation_tokens=20)
+
+
 # Retriever trouble.
 
 

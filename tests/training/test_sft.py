@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_copc.envs.search.factbook import ATTRIBUTES, load_questions
+from torchrl_copc.envs.search.protocol import TINY_TAGS
 from torchrl_copc.training.search_traces import (
     SFTRow,
     StandInRetriever,
@@ -25,7 +26,6 @@ from torchrl_copc.training.search_traces import (
 from torchrl_copc.training.sft import (
     EOS,
     PAD,
-    TAGS,
     CopyConfig,
     SFTConfig,
     TinyModelConfig,
@@ -211,7 +211,7 @@ def test_a_shortened_build_loads_in_vllm(short_build, monkeypatch):
 
 def test_shipped_tokenizer_has_one_token_per_tag_and_returns_any_text():
     tokenizer = AutoTokenizer.from_pretrained(ASSET)
-    ids = {tag: tokenizer.encode(tag, add_special_tokens=False) for tag in (PAD, EOS, *TAGS)}
+    ids = {tag: tokenizer.encode(tag, add_special_tokens=False) for tag in (PAD, EOS, *TINY_TAGS)}
     assert all(len(tokens) == 1 for tokens in ids.values())
     assert tokenizer.pad_token == PAD and tokenizer.eos_token == EOS
     for prompt in load_questions("test", 1)[:50]:

@@ -94,10 +94,10 @@ class PromptStream:
         """A place is done with: its rows are safe in the buffer, or it was dropped for good."""
         self._in_flight.remove(ticket)
 
-    def requeue(self, ticket: PromptTicket, *, new_attempt: bool = True) -> None:
-        """Put a place (in flight or settled) back to the front."""
+    def requeue(self, ticket: PromptTicket) -> None:
+        """Put a place (in flight or settled) back to the front, as a new attempt."""
         self._in_flight.discard(ticket)
-        heapq.heappush(self._front, PromptTicket(ticket.index, ticket.attempt + 1) if new_attempt else ticket)
+        heapq.heappush(self._front, PromptTicket(ticket.index, ticket.attempt + 1))
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor and every place that has to start again: those in flight and those re-queued."""

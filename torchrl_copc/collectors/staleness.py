@@ -235,7 +235,7 @@ class StalenessController:
 
         Returns:
             the groups that joined the batch in hand, or ``None`` while there are too few finished rows or the
-            look-ahead rule says to wait for running ones (:meth:`awaited`).
+            look-ahead rule says to wait for running ones.
         """
         open_rows = self.batch_rows - self.held_rows
         if open_rows == 0 or self._finished_rows < open_rows or not self._bound_survives(open_rows):
@@ -270,11 +270,6 @@ class StalenessController:
         self._held.clear()
         self.version += 1
         return consumed
-
-    def awaited(self) -> list[str]:
-        """Running rows, oldest first: those a waiting learner waits for."""
-        groups = sorted(self._running.values(), key=_age)
-        return [row_id for group in groups for row_id in group.running]
 
     def expired(self, now: float) -> list[str]:
         """Running rows past ``row_deadline`` that nobody has asked to stop yet."""

@@ -218,8 +218,8 @@ class WeightPublisher:
         if reported != self._parts:
             missing, surplus = self._parts - reported, reported - self._parts
             raise WeightSyncError(
-                f"version {version}: the engine reported other parts of its parameters than at the calibration: missing: "
-                f"{_listed(_part_names(missing))}; unexpected: {_listed(_part_names(surplus))}"
+                f"version {version}: the engine reported other parts of its parameters than at the calibration: "
+                f"missing: {_listed(_part_names(missing))}; unexpected: {_listed(_part_names(surplus))}"
             )
         checksum_of = {part.name: part.checksum for part in held}
         differing: list[str] = []

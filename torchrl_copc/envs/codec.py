@@ -24,7 +24,7 @@ class TokenCodec:
         tokenizer: a fast (Rust-backed) Hugging Face tokenizer.
 
     Raises:
-        ValueError: if the tokenizer is not a fast one, or writes one of its special tokens as ordinary text.
+        ValueError: if the tokenizer is not a fast one, or writes one of its added tokens as ordinary text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -44,14 +44,16 @@ class TokenCodec:
         self._decode = backend.decode
         self._added: dict[str, int] = tokenizer.get_added_vocab()
         self._ordinary = lru_cache(_ORDINARY_CACHE)(self._encode_plain)
-        for token, token_id in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True):
+        for token, token_id in self._added.items():
             if token_id in self.ordinary(token):
                 raise ValueError(
-                    f"this tokenizer turns the plain text {token!r} into special token {token_id}; "
+                    f"this tokenizer turns the plain text {token!r} into control token {token_id}; "
                     "observations could forge control tokens (only BPE tokenizers are supported)"
                 )
 
     def _encode_plain(self, text: str) -> tuple[int, ...]:
+        # A lone surrogate (half of a pair in some JSON) is no text to the tokenizer.
+        text = text.encode("utf-8", "replace").decode("utf-8")
         return tuple(self._plain.encode(text, add_special_tokens=False).ids)
 
     def ordinary(self, text: str) -> tuple[int, ...]:

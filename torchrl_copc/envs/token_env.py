@@ -268,7 +268,7 @@ class TokenEnv(EnvBase):
         room = self.limits.max_observation_tokens - len(opening) - len(closing)
         if room < 1:
             raise ValueError(
-                f"limits.max_observation_tokens={self.limits.max_observation_tokens} leaves no room between "
+                f"max_observation_tokens={self.limits.max_observation_tokens} leaves no room between "
                 f"{observation.opening!r} and {observation.closing!r} ({len(opening) + len(closing)} tokens)"
             )
         body: list[int] = []

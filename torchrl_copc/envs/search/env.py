@@ -44,6 +44,9 @@ class SearchEnv(TokenEnv):
         passage_format: how a passage is shown, with ``{number}``, ``{title}`` and ``{text}``; None for the
             protocol's.
         prompts: tasks that ``reset`` takes in turn; :meth:`begin` needs none.
+
+    Raises:
+        ValueError: for a setting that cannot work, with its name and value.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class SearchEnv(TokenEnv):
         self._passage_format = passage_format or self.protocol.passage_format
         self._search_is_failing = False
         self._check_passage_format()
+        for last_turn in (False, True):  # tags without room for text would else be found at the first search
+            self.encode_observation(self.protocol.observation(["x"], last_turn=last_turn, after_eos=False))
 
     def render_prompt(self, prompt: Prompt) -> list[int]:
         """Instructions and question, as the protocol writes them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from importlib.util import find_spec
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -25,7 +26,8 @@ class HTTPRetriever:
 
     Args:
         url: address of the endpoint; ``/retrieve`` is added to one without a path.
-        timeout: seconds one attempt may take.
+        timeout: seconds one attempt may take; with the default of ``retries`` all of them fit in the search
+            environment's ``search_timeout``.
         retries: further attempts after the first.
         backoff: seconds before the first repetition.
         max_connections: size of the pool.
@@ -40,7 +42,7 @@ class HTTPRetriever:
         self,
         url: str,
         *,
-        timeout: float = 10.0,
+        timeout: float = 8.0,
         retries: int = 2,
         backoff: float = 0.2,
         max_connections: int = 64,
@@ -106,7 +108,12 @@ class HTTPRetriever:
             limits = httpx.Limits(
                 max_connections=self._max_connections, max_keepalive_connections=self._max_connections
             )
-            self._client = httpx.AsyncClient(timeout=self._timeout, limits=limits, transport=self._transport)
+            self._client = httpx.AsyncClient(
+                timeout=self._timeout,
+                limits=limits,
+                transport=self._transport,
+                trust_env=not _is_loopback(self.url),  # a proxy (http_proxy) cannot reach this machine
+            )
             self._loop = loop
         return self._client
 
@@ -121,6 +128,16 @@ class HTTPRetriever:
         if len(result) != expected:
             raise RetrieverError(f"{self.url} answered {len(result)} result lists to {expected} queries")
         return result
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def _scored(item: dict[str, Any]) -> ScoredPassage:

@@ -17,6 +17,18 @@ _QUESTION = (
 )
 _REPLY = "REPLYGOESHERE"
 
+#: What ``protocol="tiny"`` needs as one token each, in the order of the tiny tokenizer's ids.
+TINY_TAGS = (
+    "<user>",
+    "<assistant>",
+    "<search>",
+    "</search>",
+    "<information>",
+    "</information>",
+    "<answer>",
+    "</answer>",
+)
+
 
 @dataclass(frozen=True)
 class Search:
@@ -150,8 +162,7 @@ class TinyProtocol(SearchProtocol):
         return Observation(tuple(chunks), "<information>", "</information>")
 
     def _prompt_frame(self, search_turns: int) -> tuple[list[int], list[int]]:
-        tags = ("<user>", "<assistant>", "<search>", "</search>", "<information>", "</information>")
-        missing = [tag for tag in (*tags, "<answer>", "</answer>") if self.codec.single_id(tag) is None]
+        missing = [tag for tag in TINY_TAGS if self.codec.single_id(tag) is None]
         if missing:
             raise ValueError(
                 f"protocol='tiny' needs a tokenizer in which every tag is one token; this splits {missing}. "

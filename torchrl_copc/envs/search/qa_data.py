@@ -19,7 +19,8 @@ def load_qa(source: str, split: str = "train", limit: int | None = None) -> list
 
     Records are of one of two shapes: ``question`` with ``answer``, ``answers`` or ``golden_answers`` (a text or a list
     of texts), or the shape of ``PeterJinGo/nq_hotpotqa_train``: ``question`` with
-    ``reward_model.ground_truth.target``. ``data_source`` and ``id`` are kept when there.
+    ``reward_model.ground_truth.target``. An ``id`` is kept, behind its ``data_source`` when that
+    is there: merged data sets repeat ids.
 
     Args:
         source: path of a file, or hub name of a data set.
@@ -87,7 +88,10 @@ def _prompt(record: Mapping[str, Any], where: str, default_id: str) -> Prompt:
         )
     source = record.get("data_source")
     metadata = {"data_source": source} if source else {}
-    return Prompt(str(record.get("id", default_id)), question.strip(), tuple(answers), metadata)
+    prompt_id = str(record.get("id", default_id))
+    if source:  # merged data sets number their records from the start again
+        prompt_id = f"{source}-{prompt_id}"
+    return Prompt(prompt_id, question.strip(), tuple(answers), metadata)
 
 
 def _answers(record: Mapping[str, Any]) -> list[str]:
