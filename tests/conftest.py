@@ -1,4 +1,4 @@
-"""Fixtures shared by every room's tests: a tiny checkpoint, and one real vLLM engine per session."""
+"""Fixtures shared by every room's tests: the tiny checkpoint, and one real vLLM engine per session."""
 
 from __future__ import annotations
 
@@ -14,52 +14,10 @@ import pytest
 ASSET = Path(__file__).parents[1] / "torchrl_copc" / "assets" / "search_tiny"
 
 
-def save_tiny_model(folder: Path, seed: int = 0) -> None:
-    """A random two-layer Llama (tied head, grouped-query attention) and a byte-level BPE tokenizer."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-    text = ["What is the capital of France? <search>France</search> <answer>Paris</answer>\n"] * 4
-    trainer = trainers.BpeTrainer(
-        vocab_size=384, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator(text, trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>"
-    ).save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        # Wide enough for log-probs that differ visibly between tokens.
-        initializer_range=0.1,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
-
-
 @pytest.fixture(scope="session")
-def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint that transformers and vLLM load: the shipped one, or a random one before it exists."""
-    if (ASSET / "model.safetensors").exists():
-        return ASSET
-    folder = tmp_path_factory.mktemp("tiny_model")
-    save_tiny_model(folder)
-    return folder
+def tiny_model_dir() -> Path:
+    """The shipped checkpoint, small enough for every test that needs a model."""
+    return ASSET
 
 
 class EngineThread:
