@@ -131,7 +131,7 @@ def test_a_cut_interrupts_a_tool_that_hangs(worker: RolloutWorker) -> None:
     assert sink.episodes[0].num_policy_tokens == 3
 
 
-def test_an_answer_that_a_cut_finds_complete_is_kept(worker: RolloutWorker) -> None:
+def test_an_answer_that_a_cut_finds_complete_is_kept() -> None:
     server = _Server(None)  # type: ignore[arg-type]  # nothing is sent over the pipe
     server._env = ScriptedEnv()
     running = _Running(request(turns=1))

@@ -185,6 +185,16 @@ def test_an_aborted_completion_truncates_and_earns_nothing(tag_tokenizer):
     check_row(episode.to_row())
 
 
+def test_no_tool_runs_for_an_aborted_completion_and_its_ids_end_at_the_tag(tag_tokenizer):
+    env = make(tag_tokenizer)
+    env.respond = None  # any call would fail
+    episode = begin(env)
+    before = len(episode.token_ids)
+    advance(env, episode, completion(tag_tokenizer, "<search> x</search> and so", "abort"))
+    assert env.codec.decode(episode.token_ids[before:]) == "<search> x</search>"
+    assert (episode.truncated, episode.finish_reason) == (True, "abort")
+
+
 def test_a_cut_row_keeps_its_trailing_observation_and_marks_the_last_policy_token(tag_tokenizer):
     env = make(tag_tokenizer)
     episode = begin(env)

@@ -156,8 +156,8 @@ class _Server:
         try:
             self._send("row", key, _plain(await self._play(key, running)))
         except asyncio.CancelledError:
+            await self._abort(running)
             if self._running.get(key) is not running:  # the learner does not want it any more
-                await self._abort(running)
                 raise
             # A tool's own cancellation that nobody caught: without a message the row would never end.
             self._send("failed", key, traceback.format_exc())
