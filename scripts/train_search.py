@@ -13,12 +13,15 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 
 from torchrl_copc.training.config import TrainConfig
-from torchrl_copc.training.trainer import run
+from torchrl_copc.training.trainer import USER_ERRORS, run
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
 def main(cfg: TrainConfig) -> None:
-    sys.exit(run(cfg, HydraConfig.get().overrides.task))
+    try:
+        sys.exit(run(cfg, HydraConfig.get().overrides.task))
+    except USER_ERRORS as error:
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

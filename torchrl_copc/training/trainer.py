@@ -37,14 +37,32 @@ from torchrl_copc.collectors.weights import WeightSyncError
 from torchrl_copc.collectors.worker import WorkerError
 from torchrl_copc.models.causal_lm import CausalLMActor, CausalLMCritic
 from torchrl_copc.training import report as reports
-from torchrl_copc.training.checkpoint import export_actor, find_checkpoint, load_checkpoint, save_checkpoint
+from torchrl_copc.training.checkpoint import (
+    CheckpointError,
+    export_actor,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from torchrl_copc.training.config import ConfigError, TrainConfig, check, config_hash, resumed_config
-from torchrl_copc.training.learner import Learner, start_process_group
+from torchrl_copc.training.learner import Learner, NonFiniteError, start_process_group
 from torchrl_copc.training.rollouts import Rollouts, call_target
 from torchrl_copc.training.run_folder import RunFolder, revision
 from torchrl_copc.trajectory import POLICY_MASK, RowError
 
 STOPPED = 143  # exit code of a run that a signal stopped and that can be resumed
+# What a person can mend: their message says it all, a traceback would bury it.
+USER_ERRORS = (
+    ConfigError,
+    CheckpointError,
+    CollectorError,
+    EngineError,
+    FileExistsError,
+    NonFiniteError,
+    RowError,
+    WeightSyncError,
+    WorkerError,
+)
 
 
 def run(cfg: Any, overrides: Sequence[str] = ()) -> int:
@@ -60,8 +78,11 @@ def run(cfg: Any, overrides: Sequence[str] = ()) -> int:
     checkpoint = find_checkpoint(cfg.resume) if cfg.resume else None
     if checkpoint is not None:
         cfg = resumed_config(checkpoint, overrides)
-    config = cast(TrainConfig, OmegaConf.to_object(cfg))
-    check(config)
+    try:
+        config = cast(TrainConfig, OmegaConf.to_object(cfg))
+        check(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     torch.set_num_threads(config.threads)
     start_process_group(config.learner.device)
     trainer = Trainer(config, OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
@@ -146,6 +167,9 @@ class Trainer:
         self._training = False
         self._checkpoint()
         if self._any(self._failure is not None):
+            self._say(
+                f"saved version {self.learner.version}; when the cause is mended: resume={self.run_path}"
+            )
             raise self._failure or RuntimeError("rank 0's rollouts failed; see its error")
         if self._any(self._stop_signal):
             self._say(f"stopped by signal {self._stop_signal}; continue with resume={self.run_path}")
