@@ -21,7 +21,8 @@ from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_copc.objectives.aggregate import effective_sample_size, masked_mean
 from torchrl_copc.objectives.policy import ratio_mask
-from torchrl_copc.value.copc import COPCEstimator, OffPolicyValueEstimators
+from torchrl_copc.value.copc import COPCEstimator
+from torchrl_copc.value.estimator import OffPolicyValueEstimators
 from torchrl_copc.value.functional import AdvantageForm, Trace, check_form, log_ratio_bounds
 from torchrl_copc.value.inputs import (
     align,
