@@ -71,6 +71,26 @@ class OffPolicyEstimator(ValueEstimatorBase):
         time_dim (int, optional): dimension of time in the batch size. Defaults to the dimension named
             ``"time"``, else the last one.
         **kwargs: further options of :class:`~torchrl.objectives.value.ValueEstimatorBase`.
+
+    Examples:
+        >>> class MonteCarlo(OffPolicyEstimator):
+        ...     needs_ratio = False
+        ...
+        ...     def estimate(
+        ...         self, gamma, log_ratio, value, next_value, reward, done, terminated, *, time_dim
+        ...     ):
+        ...         from torchrl_copc.value.functional import backward_scan
+        ...
+        ...         flow = torch.where(done, 0.0, gamma.to(reward))
+        ...         target = backward_scan(flow, reward, time_dim=time_dim)
+        ...         return target - value, target
+        >>> from tensordict import TensorDict
+        >>> end = torch.tensor([False, True, True]).view(1, 3, 1)  # packed responses of two tokens and one
+        >>> half = torch.full((1, 3, 1), 0.5)
+        >>> after = {"state_value": half, "reward": end.float(), "done": end, "terminated": end}
+        >>> tokens = TensorDict({"state_value": half, "next": after}, batch_size=[1, 3])
+        >>> MonteCarlo(value_network=None)(tokens)["advantage"].flatten()
+        tensor([0.5000, 0.5000, 0.5000])
     """
 
     @dataclass
