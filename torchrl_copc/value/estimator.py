@@ -28,6 +28,7 @@ from torchrl_copc.value.inputs import (
     stored_action_log_prob,
     valid_steps,
 )
+from torchrl_copc.value.td import following
 
 
 class OffPolicyValueEstimators(Enum):
@@ -284,7 +285,8 @@ class OffPolicyEstimator(ValueEstimatorBase):
             reward, value, next_value, log_ratio = (
                 x.masked_fill(padding, 0.0) for x in (reward, value, next_value, log_ratio)
             )
-            done = done | padding
+            # a trajectory ends where its padding begins: its length counts for decays that adapt to it
+            done = done | padding | following(padding, time_dim=time_dim)
         check_finite(log_ratio, (keys.sample_log_prob, keys.learner_log_prob))
 
         gamma = self.gamma.to(reward.device)
