@@ -183,6 +183,32 @@ def test_a_new_method_is_one_function() -> None:
         PolicyCriticLoss(make_actor(), make_critic())
 
 
+def test_a_new_method_is_one_config() -> None:
+    config = {
+        "_target_": "torchrl_copc.objectives.PolicyCriticLoss",
+        "channel": {
+            "_target_": "torchrl_copc.objectives.policy.clipped_surrogate",
+            "_partial_": True,
+            "eps_high": 0.28,
+        },
+    }
+    loss = instantiate(config, actor_network=make_actor(), critic_network=make_critic(), functional=False)
+    data = off_policy_rollout()
+    expected = AsyncPPOLoss(make_actor(), make_critic(), eps_high=0.28)(data)
+    torch.testing.assert_close(loss(data)["loss_objective"], expected["loss_objective"])
+
+
+@every
+def test_compiled_gives_the_same(method: type[PolicyCriticLoss]) -> None:
+    loss, data = method(make_actor(), make_critic(), functional=False), off_policy_rollout()
+    loss.value_estimator(data)
+    expected = loss(data)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="eager")(data)
+    for key, value in expected.items():
+        torch.testing.assert_close(compiled[key], value)
+
+
 def test_only_channels_that_read_the_frozen_ratio_ask_for_it() -> None:
     data = off_policy_rollout()
     AsyncPPOLoss(make_actor(), make_critic()).value_estimator(data)

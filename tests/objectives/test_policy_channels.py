@@ -200,3 +200,7 @@ def test_wrong_settings_are_named() -> None:
         clipped_surrogate(x, x, x, eps_low=-0.1)
     with pytest.raises(ValueError, match=r"threshold must be at least 0, got -1"):
         second_moment_clip(x, x, x, threshold=-1)
+    with pytest.raises(ValueError, match=r"weight_cap must be above 0, got 0"):
+        decoupled_clip(x, x, x, weight_cap=0)
+    with pytest.raises(ValueError, match=r"threshold of ratios must be above 0, got 0"):
+        truncated_weight(x, x, x, threshold=0)

@@ -1,7 +1,33 @@
 """The other methods as loss modules: each names its policy channel and its default value estimator.
 
 Settings beside a method's own are those of :class:`~torchrl_copc.objectives.PolicyCriticLoss`. The defaults are the
-papers'; where a paper has none, ``docs/algorithms.md`` says so.
+papers'; where a paper has none, the config of the method says "ours".
+
+Examples:
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+    >>> from tensordict.nn import TensorDictModule
+    >>> actor = ProbabilisticTensorDictSequential(
+    ...     TensorDictModule(torch.nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
+    ...     ProbabilisticTensorDictModule(
+    ...         in_keys=["logits"],
+    ...         out_keys=["action"],
+    ...         distribution_class=torch.distributions.Categorical,
+    ...         return_log_prob=True,
+    ...     ),
+    ... )
+    >>> critic = TensorDictModule(
+    ...     torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["state_value"]
+    ... )
+    >>> data = actor(TensorDict({"observation": torch.randn(4, 5, 3)}, batch_size=[4, 5]))
+    >>> end = torch.tensor([False, False, False, False, True]).view(1, 5, 1).expand(4, 5, 1)
+    >>> after = {"observation": torch.randn(4, 5, 3), "reward": end.float(), "done": end, "terminated": end}
+    >>> data["next"] = TensorDict(after, batch_size=[4, 5])
+    >>> for method in (AsyncPPOLoss, SAOLoss, AReaLLoss, VTraceLoss, BRACELoss, RetraceLoss):
+    ...     loss = method(actor, critic)
+    ...     losses = loss(data)
+    ...     (losses["loss_objective"] + losses["loss_critic"]).backward()
 """
 
 from __future__ import annotations
@@ -22,7 +48,32 @@ from torchrl_copc.objectives.policy import (
 from torchrl_copc.value.estimator import OffPolicyValueEstimators
 
 
-class AsyncPPOLoss(PolicyCriticLoss):
+class _ClippedSurrogateLoss(PolicyCriticLoss):
+    """The methods that share PPO's policy channel."""
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        critic_network: TensorDictModuleBase | None = None,
+        *,
+        eps_low: float = 0.2,
+        eps_high: float = 0.2,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor_network, critic_network, **kwargs)
+        self.eps_low, self.eps_high = eps_low, eps_high
+
+    @property
+    def reads_frozen(self) -> bool:
+        return False
+
+    def policy_term(self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor) -> PolicyTerm:
+        return clipped_surrogate(
+            log_ratio, frozen_log_ratio, advantage, eps_low=self.eps_low, eps_high=self.eps_high
+        )
+
+
+class AsyncPPOLoss(_ClippedSurrogateLoss):
     """PPO against the behaviour policy, with GAE: :func:`~torchrl_copc.objectives.policy.clipped_surrogate`.
 
     The clip is around the policy that sampled each token, however old. Source: PPO (arXiv 1707.06347).
@@ -51,17 +102,8 @@ class AsyncPPOLoss(PolicyCriticLoss):
         lmbda_critic: float | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(actor_network, critic_network, **kwargs)
-        self.eps_low, self.eps_high, self.lmbda_critic = eps_low, eps_high, lmbda_critic
-
-    @property
-    def reads_frozen(self) -> bool:
-        return False
-
-    def policy_term(self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor) -> PolicyTerm:
-        return clipped_surrogate(
-            log_ratio, frozen_log_ratio, advantage, eps_low=self.eps_low, eps_high=self.eps_high
-        )
+        super().__init__(actor_network, critic_network, eps_low=eps_low, eps_high=eps_high, **kwargs)
+        self.lmbda_critic = lmbda_critic
 
     def estimator_settings(self) -> dict[str, Any]:
         return {"lmbda_critic": self.lmbda_critic}
@@ -204,7 +246,7 @@ class VTraceLoss(PolicyCriticLoss):
         return {"rho_threshold": self.rho_threshold, "c_threshold": self.c_threshold}
 
 
-class BRACELoss(AsyncPPOLoss):
+class BRACELoss(_ClippedSurrogateLoss):
     """BRACE: the clipped surrogate, and windowed V-trace with a terminal correction.
 
     :func:`~torchrl_copc.value.brace_advantage_estimate` says what about the advantage is open. Source: BRACE (arXiv
@@ -247,7 +289,7 @@ class BRACELoss(AsyncPPOLoss):
         return {"rho_threshold": self.rho_threshold, "c_threshold": self.c_threshold, "window": self.window}
 
 
-class RetraceLoss(AsyncPPOLoss):
+class RetraceLoss(_ClippedSurrogateLoss):
     """The clipped surrogate with :func:`~torchrl_copc.value.retrace_advantage_estimate`.
 
     The form of Retrace (arXiv 1606.02647) with a state-value critic is this project's.
@@ -266,6 +308,3 @@ class RetraceLoss(AsyncPPOLoss):
     """
 
     default_value_estimator = OffPolicyValueEstimators.RETRACE
-
-    def estimator_settings(self) -> dict[str, Any]:
-        return {}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrl_copc.value.functional import log_ratio_bounds
+from torchrl_copc.value.vtrace import truncated_ratio
 
 
 class PolicyTerm(NamedTuple):
@@ -184,6 +185,8 @@ def decoupled_clip(
         >>> decoupled_clip(frozen + torch.tensor([0.1, 0.9, 0.0]), frozen, torch.ones(3))
         PolicyTerm(term=tensor([-1.8221, -1.9785,  0.0000]), kept=tensor([ True, False, False]))
     """
+    if not weight_cap > 0:
+        raise ValueError(f"weight_cap must be above 0, got {weight_cap}")
     frozen = frozen_log_ratio.detach()
     used = ~(frozen > math.log(weight_cap))
     surrogate = clipped_surrogate(log_ratio - frozen, frozen, advantage, eps_low=eps_low, eps_high=eps_high)
@@ -218,7 +221,7 @@ def truncated_weight(
         >>> log_ratio.grad
         tensor([-0.6065, -1.0000])
     """
-    weight = frozen_log_ratio.detach().clamp(max=math.log(threshold)).exp()
+    weight = truncated_ratio(frozen_log_ratio, threshold)
     return PolicyTerm(-weight * advantage * log_ratio, torch.ones_like(weight, dtype=torch.bool))
 
 
@@ -255,5 +258,5 @@ def sequence_ratio(
     frozen = frozen_log_ratio.detach()
     responses, index = torch.unique(response_id, return_inverse=True)
     total = frozen.new_zeros(responses.numel()).index_add(0, index.flatten(), frozen.flatten())
-    weight = total.clamp(max=math.log(threshold)).exp()[index]
+    weight = truncated_ratio(total, threshold)[index]
     return PolicyTerm(-weight * advantage * log_ratio, torch.ones_like(weight, dtype=torch.bool))
