@@ -15,7 +15,8 @@ from learner_cases import ROWS, gradients
 from lm_cases import llama
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from torch import Tensor
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import Tensor, nn
 
 from torchrl_copc.models.causal_lm import CausalLMActor, CausalLMCritic
 from torchrl_copc.objectives import (
@@ -32,18 +33,20 @@ from torchrl_copc.objectives.policy import (
     PolicyTerm,
     clipped_surrogate,
     decoupled_clip,
+    ratio_mask,
     truncated_weight,
     two_sided_mask,
 )
 from torchrl_copc.training.config import check
 from torchrl_copc.training.learner import Learner
-from torchrl_copc.value import BRACEEstimator, RetraceEstimator, TokenGAE, TokenVTrace
+from torchrl_copc.value import BRACEEstimator, COPCEstimator, RetraceEstimator, TokenGAE, TokenVTrace
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = sorted(path.stem for path in (CONFIGS / "method").glob("*.yaml"))
 
 # class: (policy channel with the class's defaults, estimator with the class's defaults)
 PAIRS: dict[type[PolicyCriticLoss], tuple[Any, Any, dict[str, Any]]] = {
+    COPCLoss: (partial(ratio_mask, eta=0.5, eps_low=0.4, eps_high=0.56), COPCEstimator, {}),
     AsyncPPOLoss: (clipped_surrogate, TokenGAE, {}),
     SAOLoss: (two_sided_mask, TokenGAE, {"alpha": 1.5, "lmbda_critic": 1.0}),
     AReaLLoss: (decoupled_clip, TokenGAE, {"lmbda": 1.0}),
@@ -127,6 +130,26 @@ def test_torchrl_conventions(method: type[PolicyCriticLoss]) -> None:
     shaped = method(make_actor(), make_critic(), reduction="none")(data)
     assert shaped["loss_objective"].shape == data.shape
     torch.testing.assert_close(shaped["loss_objective"].mean(), expected["loss_objective"])
+    summed = method(make_actor(), make_critic(), reduction="sum")(data)
+    torch.testing.assert_close(summed["loss_critic"], shaped["loss_critic"].sum())
+
+
+@every
+@pytest.mark.parametrize("separate", [False, True])
+def test_shared_parameters(method: type[PolicyCriticLoss], separate: bool) -> None:
+    torch.manual_seed(0)
+    trunk = TensorDictModule(nn.Linear(4, 4), in_keys=["observation"], out_keys=["hidden"])
+    head = make_actor()
+    head.module[0].in_keys = ["hidden"]
+    actor = type(head)(trunk, *head.module)
+    value = TensorDictModule(nn.Linear(4, 1), in_keys=["hidden"], out_keys=["state_value"])
+    loss = method(actor, TensorDictSequential(trunk, value), separate_losses=separate)
+    losses = loss(off_policy_rollout())
+    losses["loss_critic"].backward()
+    assert value.module.weight.grad.any()
+    assert (trunk.module.weight.grad is not None and bool(trunk.module.weight.grad.any())) is not separate
+    losses["loss_objective"].backward()
+    assert trunk.module.weight.grad.any()
 
 
 @every
@@ -198,7 +221,7 @@ def test_a_new_method_is_one_config() -> None:
     torch.testing.assert_close(loss(data)["loss_objective"], expected["loss_objective"])
 
 
-@every
+@pytest.mark.parametrize("method", [COPCLoss, AsyncPPOLoss, AReaLLoss])
 def test_compiled_gives_the_same(method: type[PolicyCriticLoss]) -> None:
     loss, data = method(make_actor(), make_critic(), functional=False), off_policy_rollout()
     loss.value_estimator(data)
