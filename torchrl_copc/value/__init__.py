@@ -7,6 +7,7 @@ from torchrl_copc.value.copc import COPCEstimator
 from torchrl_copc.value.estimator import OffPolicyEstimator, OffPolicyValueEstimators
 from torchrl_copc.value.functional import copc_advantage_estimate
 from torchrl_copc.value.gae import TokenGAE, length_adaptive_lmbda, token_gae_advantage_estimate
+from torchrl_copc.value.group import group_relative_advantage_estimate
 from torchrl_copc.value.retrace import RetraceEstimator, retrace_advantage_estimate
 from torchrl_copc.value.vtrace import TokenVTrace, vtrace_advantage_estimate
 
@@ -20,6 +21,7 @@ __all__ = [
     "TokenVTrace",
     "brace_advantage_estimate",
     "copc_advantage_estimate",
+    "group_relative_advantage_estimate",
     "length_adaptive_lmbda",
     "retrace_advantage_estimate",
     "token_gae_advantage_estimate",
