@@ -40,7 +40,11 @@ KEYS = ("reward", "done", "terminated")
 
 def make(name: str, *, networks: bool = True, **kwargs: Any) -> OffPolicyEstimator:
     cls, options, _ = CASES[name]
-    found = {"value_network": make_critic(), "actor_network": make_actor()} if networks else {"value_network": None}
+    found = (
+        {"value_network": make_critic(), "actor_network": make_actor()}
+        if networks
+        else {"value_network": None}
+    )
     return cls(**(found | options | {"gamma": 0.99, "lmbda": 0.9} | kwargs))
 
 

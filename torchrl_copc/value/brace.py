@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl.objectives.utils import register_value_estimator
 
 from torchrl_copc.value.estimator import OffPolicyEstimator, OffPolicyValueEstimators
-from torchrl_copc.value.functional import backward_scan
+from torchrl_copc.value.scan import backward_scan
 from torchrl_copc.value.td import flow, following, td_residual
 from torchrl_copc.value.vtrace import truncated_ratio
 
@@ -118,7 +118,8 @@ def brace_advantage_estimate(
     remaining = backward_scan(carry, delta, time_dim=time_dim)  # G - V
     residual = truncated_ratio(log_ratio, rho_threshold) * delta
     x = windowed_scan(trace, residual, remaining, window, time_dim=time_dim)
-    return delta + carry * following(x, time_dim=time_dim), state_value + x
+    x_next = torch.where(done, 0.0, following(x, time_dim=time_dim))  # 0 * inf would be NaN
+    return delta + carry * x_next, state_value + x
 
 
 @register_value_estimator(

@@ -80,7 +80,7 @@ class OffPolicyEstimator(ValueEstimatorBase):
         ...     def estimate(
         ...         self, gamma, log_ratio, value, next_value, reward, done, terminated, *, time_dim
         ...     ):
-        ...         from torchrl_copc.value.functional import backward_scan
+        ...         from torchrl_copc.value.scan import backward_scan
         ...
         ...         flow = torch.where(done, 0.0, gamma.to(reward))
         ...         target = backward_scan(flow, reward, time_dim=time_dim)

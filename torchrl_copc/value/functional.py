@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_copc.value.scan import backward_scan as backward_scan
+from torchrl_copc.value.td import flow, following, td_residual
 
 Trace = Literal["step", "product", "cut"]
 AdvantageForm = Literal["full", "continuation"]
@@ -135,44 +136,24 @@ def copc_advantage_estimate(
         tensor([1.2800, 1.2800, 1.2800])
     """
     check_form(trace, advantage)
-    if terminated is None:
-        terminated = done
-    _check_shapes(log_ratio, state_value, next_state_value, reward, done, terminated)
-
+    delta = td_residual(gamma, state_value, next_state_value, reward, done, terminated, log_ratio)
     ratio = clipped_ratio(log_ratio, eta=eta, eps_low=eps_low, eps_high=eps_high)
-    # where, not a product: the value past a terminal state may be anything, NaN included
-    delta = reward + gamma * torch.where(terminated, 0.0, next_state_value) - state_value
     bias = ratio * delta
 
     def scan(decay: float | Tensor) -> tuple[Tensor, Tensor]:
-        rate = gamma * decay
-        if not isinstance(rate, Tensor) or not rate.ndim:  # like a number, it must not widen the data's dtype
-            rate = torch.as_tensor(rate, dtype=delta.dtype, device=delta.device)
-        flow = torch.where(done, 0.0, rate)
+        carry = flow(gamma * decay, done, delta)
         if trace == "product":
-            return flow, backward_scan(flow * ratio, bias, time_dim=time_dim)
+            return carry, backward_scan(carry * ratio, bias, time_dim=time_dim)
         if trace == "cut":
-            return flow, backward_scan(flow * ratio.clamp(max=1.0), bias, time_dim=time_dim)
-        return flow, backward_scan(flow, bias, time_dim=time_dim)
+            return carry, backward_scan(carry * ratio.clamp(max=1.0), bias, time_dim=time_dim)
+        return carry, backward_scan(carry, bias, time_dim=time_dim)
 
-    flow, x = scan(lmbda)
+    carry, x = scan(lmbda)
     target = state_value + (x if lmbda_critic is None else scan(lmbda_critic)[1])
     if advantage == "full":
         return x, target
-    x_next = torch.cat(
-        (x.narrow(time_dim, 1, x.shape[time_dim] - 1), torch.zeros_like(x.narrow(time_dim, 0, 1))), time_dim
-    )
+    x_next = following(x, time_dim=time_dim)
     # Where the weight is exactly 1 both forms are the same number; reading it from the scan keeps eta = 0
     # equal to GAE in the last bit, since the scan rounds in another order than the one-step recursion.
     # Where nothing flows back the next value is another trajectory's, which may have overflowed: 0 * inf is NaN.
-    return torch.where(ratio == 1, x, delta + flow * torch.where(done, 0.0, x_next)), target
-
-
-def _check_shapes(log_ratio: Tensor, state_value: Tensor, *others: Tensor) -> None:
-    shape = state_value.shape
-    if any(other.shape != shape for other in others) or log_ratio.shape not in (shape, (*shape[:-1], 1)):
-        raise ValueError(
-            "state_value, next_state_value, reward, done and terminated must share one shape [*B, T, F], and "
-            f"log_ratio have it too or be [*B, T, 1]; got {[tuple(t.shape) for t in (state_value, *others)]} "
-            f"and log_ratio {tuple(log_ratio.shape)}"
-        )
+    return torch.where(ratio == 1, x, delta + carry * torch.where(done, 0.0, x_next)), target

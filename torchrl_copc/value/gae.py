@@ -10,8 +10,8 @@ from torch import Tensor
 from torchrl.objectives.utils import register_value_estimator
 
 from torchrl_copc.value.estimator import OffPolicyEstimator, OffPolicyValueEstimators
-from torchrl_copc.value.functional import backward_scan
 from torchrl_copc.value.inputs import trajectory_length
+from torchrl_copc.value.scan import backward_scan
 from torchrl_copc.value.td import flow, td_residual
 
 

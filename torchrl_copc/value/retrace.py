@@ -6,7 +6,7 @@ from torch import Tensor
 from torchrl.objectives.utils import register_value_estimator
 
 from torchrl_copc.value.estimator import OffPolicyEstimator, OffPolicyValueEstimators
-from torchrl_copc.value.functional import backward_scan
+from torchrl_copc.value.scan import backward_scan
 from torchrl_copc.value.td import flow, following, td_residual
 from torchrl_copc.value.vtrace import truncated_ratio
 

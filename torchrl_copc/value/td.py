@@ -42,7 +42,7 @@ def td_residual(
         )
     if log_ratio is not None and log_ratio.shape not in (shape, (*shape[:-1], 1)):
         raise ValueError(
-            f"log_ratio must have the shape of the values, {tuple(shape)}, or end in 1; got {tuple(log_ratio.shape)}"
+            f"log_ratio {tuple(log_ratio.shape)} must have the shape of the values, {tuple(shape)}, or end in 1"
         )
     # where, not a product: the value past a terminal state may be anything, NaN included
     return reward + gamma * torch.where(terminated, 0.0, next_state_value) - state_value
@@ -61,6 +61,19 @@ def following(x: Tensor, *, time_dim: int, steps: int = 1) -> Tensor:
     return torch.cat((rest, torch.zeros_like(x.narrow(time_dim, 0, steps))), time_dim)
 
 
-def flow(gamma: float | Tensor, done: Tensor, like: Tensor) -> Tensor:
-    """``gamma``, and 0 where nothing may flow back from the next step, shaped like ``like``."""
-    return torch.where(done, 0.0, gamma * torch.ones_like(like))
+def flow(rate: float | Tensor, done: Tensor, like: Tensor) -> Tensor:
+    """``rate``, and 0 where nothing may flow back from the next step.
+
+    Args:
+        rate: a number or a tensor that broadcasts to ``done``.
+        done: True on the last step of each trajectory.
+        like: gives the dtype and device to a number.
+
+    Examples:
+        >>> import torch
+        >>> flow(0.9, torch.tensor([False, True]), torch.zeros(2))
+        tensor([0.9000, 0.0000])
+    """
+    if not isinstance(rate, Tensor) or not rate.ndim:  # like a number, it must not widen the data's dtype
+        rate = torch.as_tensor(rate, dtype=like.dtype, device=like.device)
+    return torch.where(done, 0.0, rate)

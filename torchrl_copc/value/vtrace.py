@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.objectives.utils import register_value_estimator
 
 from torchrl_copc.value.estimator import OffPolicyEstimator, OffPolicyValueEstimators
-from torchrl_copc.value.functional import backward_scan
+from torchrl_copc.value.scan import backward_scan
 from torchrl_copc.value.td import flow, following, td_residual
 
 
@@ -85,7 +86,8 @@ def vtrace_advantage_estimate(
     carry = flow(gamma, done, delta)
     trace = carry * lmbda * truncated_ratio(log_ratio, c_threshold)
     x = backward_scan(trace, truncated_ratio(log_ratio, rho_threshold) * delta, time_dim=time_dim)
-    return delta + carry * following(x, time_dim=time_dim), state_value + x
+    x_next = torch.where(done, 0.0, following(x, time_dim=time_dim))  # 0 * inf would be NaN
+    return delta + carry * x_next, state_value + x
 
 
 @register_value_estimator(
