@@ -3,6 +3,25 @@
 from __future__ import annotations
 
 from torchrl_copc.objectives.aggregate import loss_weights
+from torchrl_copc.objectives.base import PolicyCriticLoss
 from torchrl_copc.objectives.copc import COPCLoss
+from torchrl_copc.objectives.methods import (
+    AReaLLoss,
+    AsyncPPOLoss,
+    BRACELoss,
+    RetraceLoss,
+    SAOLoss,
+    VTraceLoss,
+)
 
-__all__ = ["COPCLoss", "loss_weights"]
+__all__ = [
+    "AReaLLoss",
+    "AsyncPPOLoss",
+    "BRACELoss",
+    "COPCLoss",
+    "PolicyCriticLoss",
+    "RetraceLoss",
+    "SAOLoss",
+    "VTraceLoss",
+    "loss_weights",
+]

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from inspect import isclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase, TensorDictParams, composite_lp_aggregate, dispatch
-from tensordict.utils import NestedKey, unravel_key
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torch.distributions import Distribution
-from torchrl.modules.distributions.utils import has_analytic_entropy, sample_and_log_prob
-from torchrl.objectives.common import LossModule
-from torchrl.objectives.utils import build_value_estimator, default_value_kwargs
-from torchrl.objectives.value import ValueEstimatorBase
 
-from torchrl_copc.objectives.aggregate import effective_sample_size, masked_mean
-from torchrl_copc.objectives.policy import ratio_mask
-from torchrl_copc.value.copc import COPCEstimator, OffPolicyValueEstimators
+from torchrl_copc.objectives.aggregate import masked_mean
+from torchrl_copc.objectives.base import PolicyCriticLoss
+from torchrl_copc.objectives.policy import PolicyTerm, ratio_mask
+from torchrl_copc.value.estimator import OffPolicyValueEstimators
 from torchrl_copc.value.functional import AdvantageForm, Trace, check_form, log_ratio_bounds
-from torchrl_copc.value.inputs import (
-    align,
-    check_finite,
-    expand_right,
-    fill_padding,
-    stored_action_log_prob,
-    valid_steps,
-)
 
 MaskFrom = Literal["frozen", "current"]
 
 
-class COPCLoss(LossModule):
+class COPCLoss(PolicyCriticLoss):
     """Coupled off-policy correction: one ratio interval on the policy side, another on the advantage side.
 
     The actor term is ``-agg_t(M_t * r_t * A_t)``, where ``r_t = pi_theta(a_t)/mu(a_t)`` carries the gradient
@@ -141,55 +123,8 @@ class COPCLoss(LossModule):
         tensor(1.)
     """
 
-    @dataclass
-    class _AcceptedKeys:
-        """Names of the entries, to be changed with ``set_keys``.
-
-        Attributes:
-            advantage, value_target: read, or written by the value estimator.
-            value: written by the critic; in the data it is the frozen value that ``clip_value`` needs.
-            sample_log_prob: log-prob of the action under the policy that sampled it. Defaults to
-                ``"sample_log_prob"`` when :func:`~tensordict.nn.composite_lp_aggregate` returns True, else to
-                ``"action_log_prob"``.
-            learner_log_prob: log-prob of the action under the learner before the update.
-            action: the stored action, for actors with ``get_dist``.
-            log_prob, entropy: written by actors without ``get_dist``.
-            loss_weight: per-token weights with global denominators, optional.
-            reward, done, terminated: read under ``"next"`` by the value estimator.
-        """
-
-        advantage: NestedKey = "advantage"
-        value_target: NestedKey = "value_target"
-        value: NestedKey = "state_value"
-        sample_log_prob: NestedKey | None = None
-        learner_log_prob: NestedKey = "learner_log_prob"
-        action: NestedKey = "action"
-        log_prob: NestedKey = "log_prob"
-        entropy: NestedKey = "entropy"
-        loss_weight: NestedKey = "loss_weight"
-        reward: NestedKey = "reward"
-        done: NestedKey = "done"
-        terminated: NestedKey = "terminated"
-
-        def __post_init__(self) -> None:
-            if self.sample_log_prob is None:
-                aggregated = composite_lp_aggregate(nowarn=True)
-                self.sample_log_prob = "sample_log_prob" if aggregated else "action_log_prob"
-
-    default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
     default_value_estimator = OffPolicyValueEstimators.COPC
-    _schedulable_buffers = frozenset({"entropy_coeff", "critic_coeff", "clip_value"})
-
-    actor_network: TensorDictModuleBase
-    critic_network: TensorDictModuleBase | None
-    actor_network_params: TensorDictParams | None
-    critic_network_params: TensorDictParams | None
-    target_actor_network_params: TensorDictParams | None
-    target_critic_network_params: TensorDictParams | None
-    entropy_coeff: Tensor
-    critic_coeff: Tensor | None
-    clip_value: Tensor | None
+    _frozen_remedy = ", or use mask_from='current'"
 
     def __init__(
         self,
@@ -220,330 +155,66 @@ class COPCLoss(LossModule):
         check_form(trace, advantage)
         for eta in (eta_policy, eta_advantage):
             log_ratio_bounds(eta, eps_low, eps_high)
-        for name, option, accepted in (
-            ("mask_from", mask_from, get_args(MaskFrom)),
-            ("reduction", reduction, ("mean", "sum", "none")),
-        ):
-            if option not in accepted:
-                raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {option!r}")
-        self._in_keys: list[NestedKey] | None = None
-        self._out_keys: list[NestedKey] | None = None
-        self._functional = functional
-        super().__init__()
-        self._hold_networks(actor_network, critic_network, separate_losses)
+        if mask_from not in get_args(MaskFrom):
+            raise ValueError(f"mask_from must be one of {', '.join(get_args(MaskFrom))}, got {mask_from!r}")
+        super().__init__(
+            actor_network,
+            critic_network,
+            gamma=gamma,
+            lmbda=lmbda,
+            entropy_bonus=entropy_bonus,
+            entropy_coeff=entropy_coeff,
+            samples_mc_entropy=samples_mc_entropy,
+            critic_coeff=critic_coeff,
+            clip_value=clip_value,
+            normalize_advantage=normalize_advantage,
+            separate_losses=separate_losses,
+            functional=functional,
+            reduction=reduction,
+            device=device,
+        )
         self.eta_policy, self.eta_advantage = eta_policy, eta_advantage
         self.eps_low, self.eps_high = eps_low, eps_high
         self.advantage: AdvantageForm = advantage
         self.trace: Trace = trace
-        self.gamma, self.lmbda, self.lmbda_critic = gamma, lmbda, lmbda_critic
+        self.lmbda_critic = lmbda_critic
         self.mask_from: MaskFrom = mask_from
-        self.entropy_bonus = entropy_bonus
-        self.samples_mc_entropy = samples_mc_entropy
-        self.normalize_advantage = normalize_advantage
-        self.separate_losses = separate_losses
-        self.reduction = reduction
-        device = self._default_device if device is None else device
-        for name, value in (
-            ("entropy_coeff", entropy_coeff),
-            ("critic_coeff", None if critic_network is None else critic_coeff),
-            ("clip_value", clip_value),
-        ):
-            self.register_coeff_buffer(name, value, device=device)
-        if hasattr(actor_network, "log_prob_keys") and len(actor_network.log_prob_keys) == 1:
-            self.set_keys(
-                sample_log_prob=actor_network.log_prob_keys[0], action=actor_network.dist_sample_keys[0]
-            )
-
-    def _hold_networks(
-        self, actor: TensorDictModuleBase, critic: TensorDictModuleBase | None, separate_losses: bool
-    ) -> None:
-        shared = critic is not None and not set(actor.parameters()).isdisjoint(critic.parameters())
-        if separate_losses and shared and not self._functional:
-            raise ValueError(
-                "separate_losses=True with parameters shared by actor and critic needs functional=True: the "
-                "critic must run on a detached copy of them"
-            )
-        if self._functional:
-            self.convert_to_functional(actor, "actor_network")
-        else:
-            self.actor_network = actor
-            self.actor_network_params = self.target_actor_network_params = None
-        if self._functional and critic is not None:
-            policy_params = list(actor.parameters()) if separate_losses else None
-            self.convert_to_functional(critic, "critic_network", compare_against=policy_params)
-        else:
-            self.critic_network = critic
-            self.critic_network_params = self.target_critic_network_params = None
 
     @property
-    def functional(self) -> bool:
-        return self._functional
+    def reads_frozen(self) -> bool:
+        return self.mask_from == "frozen"
 
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        if self._in_keys is None:
-            self._set_in_keys()
-        assert self._in_keys is not None
-        return self._in_keys
-
-    @in_keys.setter
-    def in_keys(self, values: list[NestedKey]) -> None:
-        self._in_keys = values
-
-    def _set_in_keys(self) -> None:
-        keys = self.tensor_keys
-        networks = [net for net in (self.actor_network, self.critic_network) if net is not None]
-        read: list[NestedKey] = [key for net in networks for key in net.in_keys]
-        read += [unravel_key(("next", key)) for key in read]
-        read += [unravel_key(("next", key)) for key in (keys.reward, keys.done, keys.terminated)]
-        read += [keys.action, self._sample_log_prob_key, keys.learner_log_prob]
-        read += [keys.advantage, keys.value_target, keys.value, keys.loss_weight]
-        self._in_keys = list(dict.fromkeys(read))
-
-    @property
-    def out_keys(self) -> list[NestedKey]:
-        if self._out_keys is None:
-            keys: list[NestedKey] = ["loss_objective", "kept_fraction", "ESS", "kl_approx", "kl_k3"]
-            if self.mask_from == "frozen":
-                keys += ["clip_fraction_low", "clip_fraction_high"]
-            if self.entropy_bonus:
-                keys += ["entropy", "loss_entropy"]
-            if self.critic_coeff is not None:
-                keys += ["loss_critic", "explained_variance"]
-                if self.clip_value is not None:
-                    keys.append("value_clip_fraction")
-            self._out_keys = keys
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[NestedKey]) -> None:
-        self._out_keys = values
-
-    @property
-    def _sample_log_prob_key(self) -> NestedKey:
-        key = self.tensor_keys.sample_log_prob
-        assert key is not None  # filled in by __post_init__
-        return key
-
-    def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
-        if self._value_estimator is not None:
-            accepted = self._value_estimator._AcceptedKeys.__dict__
-            self._value_estimator.set_keys(
-                **{name: key for name, key in vars(self.tensor_keys).items() if name in accepted}
-            )
-        self._set_in_keys()
-
-    def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> COPCLoss:
-        """Choose the advantage channel.
-
-        Args:
-            value_type: an entry of TorchRL's registry or its lower-case name (``"copc"``, ``"gae"``, ...), an
-                estimator class, or an instance. Defaults to ``"copc"`` with the options of this loss.
-            **hyperparams: arguments of the estimator, overriding those of this loss.
-
-        Examples:
-            >>> loss.make_value_estimator("gae", lmbda=0.9)  # doctest: +SKIP
-        """
-        value_type = self.default_value_estimator if value_type is None else value_type
-        self.value_type = type(value_type) if isinstance(value_type, ValueEstimatorBase) else value_type
-        if isinstance(value_type, ValueEstimatorBase):
-            self._value_estimator = value_type
-        elif isclass(value_type):
-            self._value_estimator = cast("type[Any]", value_type).for_loss(self, **hyperparams)
-        else:
-            own = {"gamma": self.gamma, "lmbda": self.lmbda}
-            accepted = default_value_kwargs(value_type)
-            hyperparams = {name: own[name] for name in own if name in accepted} | hyperparams
-            if value_type in (OffPolicyValueEstimators.COPC, "copc"):
-                hyperparams = {
-                    "eta": self.eta_advantage,
-                    "eps_low": self.eps_low,
-                    "eps_high": self.eps_high,
-                    "trace": self.trace,
-                    "advantage": self.advantage,
-                    "lmbda_critic": self.lmbda_critic,
-                } | hyperparams
-            self._value_estimator = build_value_estimator(self, value_type, **hyperparams)
-        self._forward_value_estimator_keys()
-        return self
-
-    @dispatch
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The losses and metrics of one (micro-)batch; ``tensordict`` is not changed.
-
-        Raises:
-            KeyError: if a log-prob is missing.
-            ValueError: if a frozen log-ratio is not finite, or shapes do not fit.
-        """
-        data, valid = self._prepare(tensordict, self.tensor_keys.advantage)
-        out = self._actor_terms(data, valid)
-        if self.critic_coeff is not None:
-            out.update(self._critic_terms(data, valid))
-        return out
-
-    def actor_loss(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The actor's half of :meth:`forward`: ``loss_objective``, ``loss_entropy`` and their metrics."""
-        return self._actor_terms(*self._prepare(tensordict, self.tensor_keys.advantage))
-
-    def critic_loss(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The critic's half of :meth:`forward`; the actor is not evaluated.
-
-        Raises:
-            ValueError: if there is no critic.
-        """
-        if self.critic_network is None or self.critic_coeff is None:
-            raise ValueError("critic_loss needs a critic_network and a critic_coeff")
-        return self._critic_terms(*self._prepare(tensordict, self.tensor_keys.value_target))
-
-    def _prepare(self, tensordict: TensorDictBase, needed: NestedKey) -> tuple[TensorDictBase, Tensor | None]:
-        data = tensordict.clone(False)
-        if data.get(needed, None) is None:
-            estimator = self.value_estimator
-            if isinstance(estimator, COPCEstimator) and self.loss_mask_key not in (None, "auto"):
-                estimator.set_keys(mask=self.loss_mask_key)
-            params = self.critic_network_params
-            estimator(
-                data,
-                params=None if params is None else params.detach(),
-                target_params=None if params is None else self.target_critic_network_params,
-            )
-        mask_keys = self._loss_mask_keys()
-        valid = valid_steps(data, mask_keys)
-        return (data if valid is None else fill_padding(data, valid)), valid
-
-    def _actor_terms(self, data: TensorDictBase, valid: Tensor | None) -> TensorDictBase:
-        keys = self.tensor_keys
-        advantage = data.get(keys.advantage).detach()
-        valid = None if valid is None else expand_right(valid, advantage)
-        if self.normalize_advantage:
-            advantage = self._standardize(advantage, valid)
-        behaviour = self._required(data, self._sample_log_prob_key, advantage)
-
-        with self._parameters_in(self.actor_network, self.actor_network_params):
-            log_prob, source = stored_action_log_prob(
-                self.actor_network, data, action_key=keys.action, log_prob_key=keys.log_prob
-            )
-        log_ratio = align(log_prob, advantage, "log_prob") - behaviour
-        frozen = log_ratio.detach()
-        if self.mask_from == "frozen":
-            frozen = self._required(data, keys.learner_log_prob, advantage) - behaviour
-            check_finite(frozen, (self._sample_log_prob_key, keys.learner_log_prob))
-        term, kept = ratio_mask(
-            log_ratio, frozen, advantage, eta=self.eta_policy, eps_low=self.eps_low, eps_high=self.eps_high
+    def policy_term(self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor) -> PolicyTerm:
+        return ratio_mask(
+            log_ratio,
+            frozen_log_ratio,
+            advantage,
+            eta=self.eta_policy,
+            eps_low=self.eps_low,
+            eps_high=self.eps_high,
         )
-        reduce = self._reducer(data, valid, advantage)
-        out = TensorDict({"loss_objective": reduce(term)})
-        if self.entropy_bonus:
-            entropy = align(self._entropy(source), advantage, keys.entropy)
-            out.set("loss_entropy", reduce(-self.entropy_coeff * entropy))
-            out.set("entropy", masked_mean(entropy.detach(), valid))
-        out.update(self._actor_metrics(log_ratio.detach(), frozen, kept, valid))
-        return out
+
+    def estimator_settings(self) -> dict[str, Any]:
+        return {
+            "eta": self.eta_advantage,
+            "eps_low": self.eps_low,
+            "eps_high": self.eps_high,
+            "trace": self.trace,
+            "advantage": self.advantage,
+            "lmbda_critic": self.lmbda_critic,
+        }
+
+    @property
+    def _actor_metric_keys(self) -> list[str]:
+        clipped = ["clip_fraction_low", "clip_fraction_high"] if self.mask_from == "frozen" else []
+        return super()._actor_metric_keys + clipped
 
     def _actor_metrics(
         self, log_ratio: Tensor, frozen: Tensor, kept: Tensor, valid: Tensor | None
     ) -> dict[str, Tensor]:
-        metrics = {
-            "kept_fraction": masked_mean(kept, valid),
-            "ESS": effective_sample_size(log_ratio, valid),
-            "kl_approx": masked_mean(-log_ratio, valid),
-            "kl_k3": masked_mean(log_ratio.expm1() - log_ratio, valid),
-        }
+        metrics = super()._actor_metrics(log_ratio, frozen, kept, valid)
         if self.mask_from == "frozen":
             low, high = log_ratio_bounds(self.eta_advantage, self.eps_low, self.eps_high)
             metrics["clip_fraction_low"] = masked_mean(frozen < low, valid)
             metrics["clip_fraction_high"] = masked_mean(frozen > high, valid)
         return metrics
-
-    def _critic_terms(self, data: TensorDictBase, valid: Tensor | None) -> TensorDictBase:
-        assert self.critic_network is not None and self.critic_coeff is not None
-        keys = self.tensor_keys
-        if self.separate_losses:
-            data = data.detach()
-        target = data.get(keys.value_target, None)
-        if target is None:
-            raise KeyError(
-                f"value target {keys.value_target!r} is missing although {keys.advantage!r} is there: value "
-                "estimators write both"
-            )
-        target = target.detach()
-        valid = None if valid is None else expand_right(valid, target)
-        frozen_value = data.get(keys.value, None)  # before the critic overwrites it
-        with self._parameters_in(self.critic_network, self.critic_network_params):
-            value = self.critic_network(data).get(keys.value, None)
-        if value is None:
-            raise KeyError(f"the critic did not write {keys.value!r}: set_keys(value=...) names it")
-        value = align(value, target, keys.value)
-        error = (value - target).square()
-        out = TensorDict({})
-        if self.clip_value is not None:
-            if frozen_value is None:
-                raise KeyError(f"clip_value needs the frozen value {keys.value!r} in the data")
-            frozen_value = align(frozen_value, target, keys.value).detach()
-            change = value - frozen_value
-            clipped = change.clamp(-self.clip_value, self.clip_value)
-            error = torch.maximum(error, (frozen_value + clipped - target).square())
-            out.set("value_clip_fraction", masked_mean(change.detach() != clipped.detach(), valid))
-        reduce = self._reducer(data, valid, target)
-        out.set("loss_critic", reduce(self.critic_coeff * 0.5 * error))
-        residual = target - value.detach()
-        variance = self._variance(target, valid).clamp_min(torch.finfo(target.dtype).eps)
-        out.set("explained_variance", 1 - self._variance(residual, valid) / variance)
-        return out
-
-    def _required(self, data: TensorDictBase, key: NestedKey, like: Tensor) -> Tensor:
-        value = data.get(key, None)
-        if value is None:
-            raise KeyError(
-                f"log-prob {key!r} is missing and is never taken as ratio 1: run the value estimator on the "
-                "batch before taking minibatches (loss.value_estimator(data) writes the learner's log-probs; "
-                "actors write their own with return_log_prob=True), or name the entry with set_keys"
-                + (", or use mask_from='current'" if key == self.tensor_keys.learner_log_prob else "")
-            )
-        return align(value.detach(), like, key)
-
-    def _reducer(
-        self, data: TensorDictBase, valid: Tensor | None, like: Tensor
-    ) -> Callable[[Tensor], Tensor]:
-        weight = data.get(self.tensor_keys.loss_weight, None)
-        weight = None if weight is None else align(weight, like, self.tensor_keys.loss_weight)
-
-        def reduce(term: Tensor) -> Tensor:
-            if weight is None and self.reduction == "mean":
-                return masked_mean(term, valid)
-            if valid is not None:
-                term = torch.where(valid, term, 0.0)
-            if weight is not None:
-                return (weight * term).sum()
-            return term.sum() if self.reduction == "sum" else term.squeeze(-1)
-
-        return reduce
-
-    def _entropy(self, source: Distribution | TensorDictBase) -> Tensor:
-        if isinstance(source, TensorDictBase):
-            entropy = source.get(self.tensor_keys.entropy, None)
-            if entropy is None:
-                raise KeyError(
-                    f"entropy_bonus=True, but the actor did not write {self.tensor_keys.entropy!r}"
-                )
-            return entropy
-        if has_analytic_entropy(source):
-            return source.entropy()
-        _, log_prob = sample_and_log_prob(
-            source, (self.samples_mc_entropy,), reparameterize=source.has_rsample
-        )
-        return -log_prob.mean(0)
-
-    @staticmethod
-    def _variance(x: Tensor, valid: Tensor | None) -> Tensor:
-        return masked_mean((x - masked_mean(x, valid)).square(), valid)
-
-    def _standardize(self, advantage: Tensor, valid: Tensor | None) -> Tensor:
-        scale = self._variance(advantage, valid).sqrt().clamp_min(1e-4)
-        return (advantage - masked_mean(advantage, valid)) / scale
-
-    @staticmethod
-    def _parameters_in(
-        network: TensorDictModuleBase, params: TensorDictParams | None
-    ) -> AbstractContextManager[Any]:
-        return nullcontext() if params is None else params.to_module(network, preserve_module_state=False)

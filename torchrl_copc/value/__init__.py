@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
-from torchrl_copc.value.copc import COPCEstimator, OffPolicyValueEstimators
+from torchrl_copc.value.brace import BRACEEstimator, brace_advantage_estimate
+from torchrl_copc.value.copc import COPCEstimator
+from torchrl_copc.value.estimator import OffPolicyEstimator, OffPolicyValueEstimators
 from torchrl_copc.value.functional import copc_advantage_estimate
+from torchrl_copc.value.gae import TokenGAE, length_adaptive_lmbda, token_gae_advantage_estimate
+from torchrl_copc.value.group import group_relative_advantage_estimate
+from torchrl_copc.value.retrace import RetraceEstimator, retrace_advantage_estimate
+from torchrl_copc.value.vtrace import TokenVTrace, vtrace_advantage_estimate
 
-__all__ = ["COPCEstimator", "OffPolicyValueEstimators", "copc_advantage_estimate"]
+__all__ = [
+    "BRACEEstimator",
+    "COPCEstimator",
+    "OffPolicyEstimator",
+    "OffPolicyValueEstimators",
+    "RetraceEstimator",
+    "TokenGAE",
+    "TokenVTrace",
+    "brace_advantage_estimate",
+    "copc_advantage_estimate",
+    "group_relative_advantage_estimate",
+    "length_adaptive_lmbda",
+    "retrace_advantage_estimate",
+    "token_gae_advantage_estimate",
+    "vtrace_advantage_estimate",
+]

@@ -1,4 +1,4 @@
-"""The backward recursion shared by all advantage channels, and COPC's advantage estimate on it."""
+"""COPC's advantage estimate."""
 
 from __future__ import annotations
 
@@ -7,48 +7,12 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+
+from torchrl_copc.value.scan import backward_scan as backward_scan
+from torchrl_copc.value.td import flow, following, td_residual
 
 Trace = Literal["step", "product", "cut"]
 AdvantageForm = Literal["full", "continuation"]
-
-
-def backward_scan(coeff: Tensor, bias: Tensor, *, time_dim: int = -2) -> Tensor:
-    """Solve ``x_t = bias_t + coeff_t * x_{t+1}`` with ``x = 0`` past the end, for all steps at once.
-
-    Pairs of neighbouring steps are folded into one until a single step remains, then unfolded: O(T) work in
-        O(log T)
-    tensor operations and without a division, so that ``coeff_t = 0`` (a boundary between packed responses) is
-    exact. See Blelloch, "Prefix sums and their applications" (https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf).
-
-    Args:
-        coeff: coefficients, broadcastable against ``bias``; 0 where nothing may flow back from the next step.
-        bias: inhomogeneous terms, any shape with a time dimension.
-        time_dim: dimension of time in the broadcast shape.
-
-    Returns:
-        ``x`` with the broadcast shape; differentiable in both arguments.
-
-    Examples:
-        >>> import torch
-        >>> backward_scan(torch.tensor([0.5, 0.0, 0.5]), torch.tensor([1.0, 2.0, 4.0]), time_dim=-1)
-        tensor([2., 2., 4.])
-    """
-    shape = torch.broadcast_shapes(coeff.shape, bias.shape)  # type: ignore[no-untyped-call]
-    coeff, bias = coeff.expand(shape), bias.expand(shape)
-    return _odd_even(coeff.movedim(time_dim, -1), bias.movedim(time_dim, -1)).movedim(-1, time_dim)
-
-
-def _odd_even(coeff: Tensor, bias: Tensor) -> Tensor:
-    length = bias.shape[-1]
-    if length <= 1:
-        return bias
-    odd_length = length % 2
-    coeff_even, coeff_odd = coeff[..., 0::2], pad(coeff[..., 1::2], (0, odd_length))
-    bias_even, bias_odd = bias[..., 0::2], pad(bias[..., 1::2], (0, odd_length))
-    x_even = _odd_even(coeff_even * coeff_odd, bias_even + coeff_even * bias_odd)
-    x_odd = bias_odd + coeff_odd * pad(x_even[..., 1:], (0, 1))
-    return torch.stack((x_even, x_odd), -1).flatten(-2)[..., :length]
 
 
 def log_ratio_bounds(eta: float, eps_low: float, eps_high: float) -> tuple[float, float]:
@@ -95,7 +59,7 @@ def clipped_ratio(log_ratio: Tensor, *, eta: float, eps_low: float, eps_high: fl
         tensor([0.8000, 1.0000, 1.2800])
     """
     low, high = log_ratio_bounds(eta, eps_low, eps_high)
-    return log_ratio.detach().clamp(low, high).exp()
+    return log_ratio.detach().clamp(low, high).exp_()
 
 
 def check_form(trace: str, advantage: str) -> None:
@@ -172,40 +136,24 @@ def copc_advantage_estimate(
         tensor([1.2800, 1.2800, 1.2800])
     """
     check_form(trace, advantage)
-    if terminated is None:
-        terminated = done
-    _check_shapes(log_ratio, state_value, next_state_value, reward, done, terminated)
-
+    delta = td_residual(gamma, state_value, next_state_value, reward, done, terminated, log_ratio)
     ratio = clipped_ratio(log_ratio, eta=eta, eps_low=eps_low, eps_high=eps_high)
-    # where, not a product: the value past a terminal state may be anything, NaN included
-    delta = reward + gamma * torch.where(terminated, 0.0, next_state_value) - state_value
     bias = ratio * delta
 
     def scan(decay: float | Tensor) -> tuple[Tensor, Tensor]:
-        flow = torch.where(done, 0.0, gamma * decay * torch.ones_like(delta))
+        carry = flow(gamma * decay, done, delta)
         if trace == "product":
-            return flow, backward_scan(flow * ratio, bias, time_dim=time_dim)
+            return carry, backward_scan(carry * ratio, bias, time_dim=time_dim)
         if trace == "cut":
-            return flow, backward_scan(flow * ratio.clamp(max=1.0), bias, time_dim=time_dim)
-        return flow, backward_scan(flow, bias, time_dim=time_dim)
+            return carry, backward_scan(carry * ratio.clamp(max=1.0), bias, time_dim=time_dim)
+        return carry, backward_scan(carry, bias, time_dim=time_dim)
 
-    flow, x = scan(lmbda)
+    carry, x = scan(lmbda)
     target = state_value + (x if lmbda_critic is None else scan(lmbda_critic)[1])
     if advantage == "full":
         return x, target
-    x_next = torch.cat(
-        (x.narrow(time_dim, 1, x.shape[time_dim] - 1), torch.zeros_like(x.narrow(time_dim, 0, 1))), time_dim
-    )
+    x_next = following(x, time_dim=time_dim)
     # Where the weight is exactly 1 both forms are the same number; reading it from the scan keeps eta = 0
     # equal to GAE in the last bit, since the scan rounds in another order than the one-step recursion.
-    return torch.where(ratio == 1, x, delta + flow * x_next), target
-
-
-def _check_shapes(log_ratio: Tensor, state_value: Tensor, *others: Tensor) -> None:
-    shape = state_value.shape
-    if any(other.shape != shape for other in others) or log_ratio.shape not in (shape, (*shape[:-1], 1)):
-        raise ValueError(
-            "state_value, next_state_value, reward, done and terminated must share one shape [*B, T, F], and "
-            f"log_ratio have it too or be [*B, T, 1]; got {[tuple(t.shape) for t in (state_value, *others)]} "
-            f"and log_ratio {tuple(log_ratio.shape)}"
-        )
+    # Where nothing flows back the next value is another trajectory's, which may have overflowed: 0 * inf is NaN.
+    return torch.where(ratio == 1, x, delta + carry * torch.where(done, 0.0, x_next)), target

@@ -155,3 +155,26 @@ def fill_padding(tensordict: TensorDictBase, valid: Tensor) -> TensorDictBase:
     filled = tensordict.apply(fill)
     assert filled is not None
     return filled
+
+
+def trajectory_length(done: Tensor, *, time_dim: int = -2) -> Tensor:
+    """Number of steps of the trajectory that each step belongs to; a trajectory still running ends with the data.
+
+    Args:
+        done: True on the last step of each trajectory, any shape with a time dimension.
+        time_dim: dimension of time.
+
+    Returns:
+        int64, shaped like ``done``.
+
+    Examples:
+        >>> import torch
+        >>> trajectory_length(torch.tensor([False, True, True, False, False, False]), time_dim=-1)
+        tensor([2, 2, 1, 3, 3, 3])
+    """
+    done = done.movedim(time_dim, -1)
+    length = done.shape[-1]
+    step = torch.arange(1, length + 1, device=done.device)
+    started = torch.nn.functional.pad(torch.where(done, step, 0).cummax(-1).values[..., :-1], (1, 0))
+    end = torch.where(done, step, length).flip(-1).cummin(-1).values.flip(-1)
+    return (end - started).movedim(-1, time_dim)

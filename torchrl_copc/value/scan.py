@@ -1,0 +1,135 @@
+"""The backward recursion that all advantage channels share, solved for all steps at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+CHUNK = 64
+
+
+def backward_scan(coeff: Tensor, bias: Tensor, *, time_dim: int = -2) -> Tensor:
+    """Solve ``x_t = bias_t + coeff_t * x_{t+1}`` with ``x = 0`` past the end, without a division.
+
+    Nothing crosses a zero coefficient, which is how packed responses are kept apart: neither a value nor an
+    overflow, an infinity or a NaN of the response behind it. CPU tensors go to a numba kernel when numba is
+    installed, CUDA tensors to a Triton kernel when Triton is; everything else is computed in plain torch, see
+    :func:`torch_scan`. One installation always takes the same path, whatever the size.
+
+    Args:
+        coeff: coefficients, broadcastable against ``bias``; 0 where nothing may flow back from the next step.
+        bias: inhomogeneous terms, any shape with a time dimension.
+        time_dim: dimension of time in the broadcast shape.
+
+    Returns:
+        ``x`` with the broadcast shape; differentiable, any number of times, in both arguments.
+
+    Examples:
+        >>> import torch
+        >>> backward_scan(torch.tensor([0.5, 0.0, 0.5]), torch.tensor([1.0, 2.0, 4.0]), time_dim=-1)
+        tensor([2., 2., 4.])
+    """
+    shape = torch.broadcast_shapes(coeff.shape, bias.shape)  # type: ignore[no-untyped-call]
+    dtype = torch.result_type(coeff, bias)
+    working_dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    coeff, bias = (s.to(working_dtype).expand(shape).movedim(time_dim, -1) for s in (coeff, bias))
+    time_last = bias.shape
+    rows, length = time_last[:-1].numel(), time_last[-1]
+    if rows and length:
+        bias = _Scan.apply(coeff.reshape(rows, length), bias.reshape(rows, length))  # type: ignore[no-untyped-call]
+    return bias.reshape(time_last).movedim(-1, time_dim).to(dtype)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, coeff: Tensor, bias: Tensor) -> Tensor:
+        x = kernel_for(bias.device.type)(coeff, bias)
+        ctx.save_for_backward(coeff, x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        coeff, x = ctx.saved_tensors
+        # The gradient obeys y_t = grad_t + coeff_{t-1} * y_{t-1}: the same recursion, seen from the other end.
+        previous_coeff = pad(coeff[:, :-1], (1, 0))
+        y = _Scan.apply(previous_coeff.flip(-1), grad.flip(-1)).flip(-1)  # type: ignore[no-untyped-call]
+        return (y * pad(x[:, 1:], (0, 1)) if ctx.needs_input_grad[0] else None), y
+
+
+@cache
+def kernel_for(device_type: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The kernel that solves ``[rows, T]`` on a kind of device (``"cpu"``, ``"cuda"``, ...)."""
+    try:
+        if device_type == "cpu":
+            from torchrl_copc.value.scan_kernels import numba_scan
+
+            return numba_scan.scan
+        if device_type == "cuda":
+            from torchrl_copc.value.scan_kernels import triton_scan
+
+            return triton_scan.scan
+    except ImportError:
+        pass  # both compilers are optional: torch_scan solves the same recursion
+    return torch_scan
+
+
+def torch_scan(coeff: Tensor, bias: Tensor) -> Tensor:
+    """Solve ``x_t = bias_t + coeff_t * x_{t+1}`` along the last dimension in plain torch, with O(T) work.
+
+    All chunks of 64 steps are solved side by side, as if nothing followed them. What flows into each chunk is
+    a recursion over the chunks' first steps, solved by pairwise folding (Blelloch, "Prefix sums and their
+    applications", https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf) in float64. A result that is not finite is
+    computed again, all of it in float64 and by folding that drops what a zero coefficient meets.
+
+    Args:
+        coeff: ``[rows, T]``, float32 or float64.
+        bias: as ``coeff``.
+    """
+    if bias.shape[-1] > 2 * CHUNK:
+        x = _chunked(coeff, bias)
+        # the sum is not finite when an element is not; that it may overflow by itself only costs time
+        if bool(x.sum().isfinite()):
+            return x
+    return _fold(coeff.double(), bias.double(), _times).to(bias.dtype)
+
+
+def _chunked(coeff: Tensor, bias: Tensor) -> Tensor:
+    rows, length = bias.shape
+    chunks = -(-length // CHUNK)
+    padded = chunks * CHUNK
+    if padded != length:
+        coeff, bias = pad(coeff, (0, padded - length)), pad(bias, (0, padded - length))
+    # steps first: each operation below reads and writes contiguous memory
+    products, x = (s.reshape(rows * chunks, CHUNK).t().contiguous() for s in (coeff, bias))
+    product_at, x_at = products.unbind(), x.unbind()
+    for t in range(CHUNK - 2, -1, -1):
+        x_at[t].addcmul_(product_at[t], x_at[t + 1])
+        product_at[t].mul_(product_at[t + 1])
+    coeff_of_chunk, bias_of_chunk = (s.view(rows, chunks).double() for s in (product_at[0], x_at[0]))
+    first = _fold(coeff_of_chunk, bias_of_chunk, torch.mul)
+    x.addcmul_(products, pad(first[:, 1:], (0, 1)).to(x.dtype).flatten())
+    solution = x.new_empty(rows, padded)
+    solution.view(rows * chunks, CHUNK).copy_(x.t())
+    return solution[:, :length].contiguous()
+
+
+def _fold(coeff: Tensor, bias: Tensor, times: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    length = bias.shape[-1]
+    if length == 1:
+        return bias
+    odd_length = length % 2
+    coeff_even, coeff_odd = coeff[..., 0::2], pad(coeff[..., 1::2], (0, odd_length))
+    bias_even, bias_odd = bias[..., 0::2], pad(bias[..., 1::2], (0, odd_length))
+    x_even = _fold(times(coeff_even, coeff_odd), bias_even + times(coeff_even, bias_odd), times)
+    x_odd = bias_odd + times(coeff_odd, pad(x_even[..., 1:], (0, 1)))
+    return torch.stack((x_even, x_odd), -1).flatten(-2)[..., :length]
+
+
+def _times(coeff: Tensor, x: Tensor) -> Tensor:
+    # 0 * inf is NaN: an overflow must end where its response ends
+    return torch.where((coeff == 0) | (x == 0), 0.0, coeff * x)
