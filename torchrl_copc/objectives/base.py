@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torchrl.modules.distributions.utils import has_analytic_entropy, sample_and_log_prob
 from torchrl.objectives.common import LossModule
-from torchrl.objectives.utils import build_value_estimator, default_value_kwargs
+from torchrl.objectives.utils import build_value_estimator, default_value_kwargs, get_value_estimator_entry
 from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_copc.objectives.aggregate import effective_sample_size, masked_mean
@@ -303,24 +303,23 @@ class PolicyCriticLoss(LossModule):
     @property
     def in_keys(self) -> list[NestedKey]:
         if self._in_keys is None:
-            self._set_in_keys()
-        assert self._in_keys is not None
+            keys = self.tensor_keys
+            networks = [net for net in (self.actor_network, self.critic_network) if net is not None]
+            read: list[NestedKey] = [key for net in networks for key in net.in_keys]
+            read += [unravel_key(("next", key)) for key in read]
+            read += [unravel_key(("next", key)) for key in (keys.reward, keys.done, keys.terminated)]
+            read += [keys.action, self._sample_log_prob_key, keys.learner_log_prob]
+            read += [keys.advantage, keys.value_target, keys.value, keys.loss_weight]
+            estimator = self._value_estimator
+            if estimator is None:
+                estimator = get_value_estimator_entry(self.default_value_estimator).cls
+            read += [getattr(keys, name) for name in (*self.entries, *getattr(estimator, "entries", ()))]
+            self._in_keys = list(dict.fromkeys(read))
         return self._in_keys
 
     @in_keys.setter
     def in_keys(self, values: list[NestedKey]) -> None:
         self._in_keys = values
-
-    def _set_in_keys(self) -> None:
-        keys = self.tensor_keys
-        networks = [net for net in (self.actor_network, self.critic_network) if net is not None]
-        read: list[NestedKey] = [key for net in networks for key in net.in_keys]
-        read += [unravel_key(("next", key)) for key in read]
-        read += [unravel_key(("next", key)) for key in (keys.reward, keys.done, keys.terminated)]
-        read += [keys.action, self._sample_log_prob_key, keys.learner_log_prob]
-        read += [keys.advantage, keys.value_target, keys.value, keys.loss_weight]
-        read += [getattr(keys, name) for name in self.entries]
-        self._in_keys = list(dict.fromkeys(read))
 
     @property
     def out_keys(self) -> list[NestedKey]:
@@ -355,7 +354,7 @@ class PolicyCriticLoss(LossModule):
             self._value_estimator.set_keys(
                 **{name: key for name, key in vars(self.tensor_keys).items() if name in accepted}
             )
-        self._set_in_keys()
+        self._in_keys = None
 
     def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> Self:
         """Choose the advantage channel.
@@ -445,6 +444,8 @@ class PolicyCriticLoss(LossModule):
         if self.reads_frozen:
             frozen = self._required(data, keys.learner_log_prob, advantage) - behaviour
             check_finite(frozen, (self._sample_log_prob_key, keys.learner_log_prob))
+        if valid is not None:  # a channel may add up the tokens of a response
+            log_ratio, frozen = (torch.where(valid, x, 0.0) for x in (log_ratio, frozen))
         entries = self._channel_entries(data, valid, frozen, advantage)
         term, kept = self.policy_term(log_ratio, frozen, advantage, **entries)
         reduce = self._reducer(data, valid, advantage)
