@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, ClassVar
 
 import torch
 from tensordict.nn import TensorDictModuleBase
@@ -148,6 +149,8 @@ class BRACEEstimator(OffPolicyEstimator):
         tensor([0.3679, 1.0000, 1.0000])
     """
 
+    unclipped: ClassVar[dict[str, Any]] = {"rho_threshold": math.inf, "c_threshold": math.inf}
+
     def __init__(
         self,
         *,
@@ -186,3 +189,7 @@ class BRACEEstimator(OffPolicyEstimator):
             window=self.window,
             time_dim=time_dim,
         )
+
+    @property
+    def log_weight_bounds(self) -> tuple[float, float]:
+        return -math.inf, math.log(self.rho_threshold)

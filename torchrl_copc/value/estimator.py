@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Self
@@ -147,6 +148,9 @@ class OffPolicyEstimator(ValueEstimatorBase):
     entries: ClassVar[tuple[str, ...]] = ()
     """Accepted keys beside the usual ones whose entries :meth:`estimate` gets by keyword, ``[*B, T, 1]``."""
 
+    unclipped: ClassVar[dict[str, Any]] = {}
+    """Settings (attributes) that take every clip of ratios off, for :meth:`estimate_unclipped`."""
+
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
     value_network: TensorDictModuleBase | None
@@ -215,6 +219,24 @@ class OffPolicyEstimator(ValueEstimatorBase):
         The :attr:`entries` come by keyword too. Padding has been neutralised: zero reward, values and log-ratio, and
         ``done``; of other entries, -1 where they are integers and zero elsewhere.
         """
+
+    def estimate_unclipped(self, *tensors: Tensor, time_dim: int, **entries: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`estimate` with the ratios themselves wherever it clips them; the same arguments and result.
+
+        What diagnostics take for the ideal advantage, see :mod:`torchrl_copc.objectives.diagnostics`.
+        """
+        free = copy(self)
+        free.__dict__.update(self.unclipped)
+        return free.estimate(*tensors, time_dim=time_dim, **entries)
+
+    @property
+    def log_weight_bounds(self) -> tuple[float, float] | None:
+        """Ends of the interval to which the log-ratio that weights a TD residual is clipped, nats.
+
+        ``(0, 0)`` where the weight is always 1. ``None`` where there is no such weight, as in critic-free
+        estimators, or where a subclass that reads ratios does not say.
+        """
+        return (0.0, 0.0) if self.needs_value and not self.needs_ratio else None
 
     @property
     def in_keys(self) -> list[NestedKey]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict.nn import TensorDictModuleBase
@@ -120,6 +120,8 @@ class TokenVTrace(OffPolicyEstimator):
         tensor([0.3679, 1.0000, 1.0000])
     """
 
+    unclipped: ClassVar[dict[str, Any]] = {"rho_threshold": math.inf, "c_threshold": math.inf}
+
     def __init__(
         self,
         *,
@@ -157,3 +159,7 @@ class TokenVTrace(OffPolicyEstimator):
             c_threshold=self.c_threshold,
             time_dim=time_dim,
         )
+
+    @property
+    def log_weight_bounds(self) -> tuple[float, float]:
+        return -math.inf, math.log(self.rho_threshold)
