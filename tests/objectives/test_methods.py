@@ -308,6 +308,7 @@ def test_what_a_method_needs_goes_before_the_experiment() -> None:
     assert composed("method=areal").learner.minibatches_per_batch == 2
     assert composed("method=areal").learner.actor.warmup_updates == 25
     assert composed("method=sao").learner.critic_updates == 2
+    assert composed("method=sao", "learner.actor.lr=0.02").learner.critic.lr == pytest.approx(0.1)
     assert composed("method=sao", "learner.critic_updates=3").learner.critic_updates == 3
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -243,3 +244,4 @@ def check(cfg: TrainConfig) -> None:
 
 
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+OmegaConf.register_new_resolver("times", lambda *factors: math.prod(map(float, factors)), replace=True)
