@@ -2,8 +2,8 @@
 
     rows (this rank's) ─ micro-batches ─> frozen pass, no gradient: learner log-probs, values
         ─ compress to policy tokens [1, N] ─> value estimator (advantage channel) ─> whitening over the global
-        batch ─ loss_weight from counts over all ranks ─> per minibatch: K critic updates, then one actor
-        update
+        batch ─ loss_weight from counts over all ranks ─ diagnostics ─> per minibatch: K critic updates, then one
+        actor update
             (loss module per micro-batch, backward ─> clip ─> finite gate ─> AdamW)
 
 Every rank makes the same sequence of collectives: ranks with fewer micro-batches run empty ones at the end,
@@ -21,7 +21,7 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,18 @@ from torchrl_copc.models.causal_lm import CausalLMActor, CausalLMCritic
 from torchrl_copc.models.layout import Layout, compress, micro_batches
 from torchrl_copc.objectives.aggregate import Aggregation, effective_sample_size, loss_weights
 from torchrl_copc.objectives.base import PolicyCriticLoss
+from torchrl_copc.objectives.diagnostics import batch_contents, batch_diagnostics
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Metrics of loss modules that are not means over tokens, or that `_diagnostics` has for the frozen learner.
-_NOT_AVERAGED = {"ESS", "explained_variance", "kl_approx", "kl_k3"}
+# Metrics of loss modules that the diagnostics have for the learner before the update.
+_IN_DIAGNOSTICS = {
+    "ESS",
+    "clip_fraction_high",
+    "clip_fraction_low",
+    "explained_variance",
+    "kl_approx",
+    "kl_k3",
+}
 
 # The other ranks wait in a collective while rank 0 samples or evaluates, which may take hours. It need not be
 # shorter to notice a dead rank: torchrun ends the whole group then.
@@ -66,9 +74,11 @@ class _Batch:
     means: dict[str, list[float]]  # this rank's [sum over tokens, tokens] of the loss module's metrics
 
     def add_means(self, out: dict[str, Tensor], tokens: int) -> None:
-        for key in out.keys() - _NOT_AVERAGED:
+        for key in out.keys() - _IN_DIAGNOSTICS:
             if not key.startswith("loss_"):
-                mean = self.means.setdefault(key, [0.0, 0.0])
+                # the ratios move from minibatch to minibatch, and with them what a channel keeps
+                name = "kept_fraction_current" if key == "kept_fraction" else key
+                mean = self.means.setdefault(name, [0.0, 0.0])
                 mean[0] += float(out[key]) * tokens
                 mean[1] += tokens
 
@@ -319,7 +329,7 @@ class Learner:
         start = perf_counter()
         if version is not None:
             self.version = version
-        self._times = dict.fromkeys(("frozen", "forward", "backward", "optimizer"), 0.0)
+        self._times = dict.fromkeys(("frozen", "diagnostics", "forward", "backward", "optimizer"), 0.0)
         fewest = int(-self._reduce([-len(rows)], dist.ReduceOp.MAX)[0])
         if fewest < self.config.minibatches_per_batch:
             raise ValueError(
@@ -339,7 +349,9 @@ class Learner:
 
     def _update(self, rows: list[TensorDictBase]) -> dict[str, float]:
         packed = compress(rows).to(self.device)
-        metrics = {"nonfinite_updates": 0.0} | self._contents(packed) | self._staleness(packed)
+        with self._timed("diagnostics"):
+            contents = batch_contents(packed, version=self.version).reduced(self._all_reduce).metrics()
+        metrics = {"nonfinite_updates": 0.0} | contents
         batch = _Batch(rows, packed, self._minibatches(rows), metrics, losses={}, kept={}, means={})
         train_actor = self.critic is None or self.version >= self.config.critic_warmup_batches
         with self._timed("frozen"):
@@ -349,11 +361,16 @@ class Learner:
             self._nonfinite("a log-prob or value of the frozen pass", batch)
             return metrics
         self.value_estimator(packed)
-        metrics |= self._diagnostics(packed)
+        advantage = packed["advantage"]
         if self.config.whiten_advantage:
             self._whiten(packed)
         self._set_batch_entries(packed)
         self._set_loss_weights(batch)
+        with self._timed("diagnostics"):
+            moments = batch_diagnostics(
+                packed, self.loss, self.value_estimator, version=self.version, advantage=advantage
+            )
+            metrics |= moments.reduced(self._all_reduce).metrics()
         if self.config.ess_base is not None:
             metrics["response_ESS"] = ess = self._response_ess(packed)
             self.actor.lr_scale = math.sqrt(min(1.0, ess / self.config.ess_base))
@@ -608,63 +625,17 @@ class Learner:
         for name, network in self.networks.items():
             network.updates = counters[f"{name}_updates"]
 
-    # metrics
-
-    def _contents(self, packed: TensorDict) -> dict[str, float]:
-        """How much is in the global batch; needs nothing of the networks."""
-        sums = [packed.numel(), packed["next", "done"].sum(), packed["next", "reward"].double().sum()]
-        tokens, responses, reward = self._reduce(sums, dist.ReduceOp.SUM).tolist()
-        return {"tokens": tokens, "responses": responses, "reward": reward / responses}
-
-    def _diagnostics(self, packed: TensorDict) -> dict[str, float]:
-        """Metrics of frozen quantities over all policy tokens of the global batch."""
-        log_ratio = (packed["learner_log_prob"] - packed["action_log_prob"]).double().flatten()
-        ratio = log_ratio.exp()
-        value, target = packed["state_value"].double(), packed["value_target"].double()
-        advantage, error = packed["advantage"].double(), target - value
-        sums = [log_ratio.numel()]
-        for x in (log_ratio, ratio, target, error, advantage):
-            sums += [x.sum(), x.square().sum()]
-        sums += [(ratio - 1 - log_ratio).sum(), value.sum()]
-        largest = self._reduce([error.abs().max()], dist.ReduceOp.MAX)
-        n, *moments = self._reduce(sums, dist.ReduceOp.SUM).tolist()
-        d, d2, r, r2, g, g2, e, e2, a, a2, k3, v = (m / n for m in moments)
-
-        def std(mean: float, square: float) -> float:
-            return math.sqrt(max(square - mean * mean, 0.0))
-
-        return {
-            "ESS": r * r / r2 if r2 else 0.0,
-            "kl_k1": -d,
-            "kl_k3": k3,
-            "log_ratio_mean": d,
-            "log_ratio_std": std(d, d2),
-            "value_mean": v,
-            "value_target_mean": g,
-            "explained_variance": 1.0 - std(e, e2) ** 2 / max(std(g, g2) ** 2, 1e-12),
-            "value_error_max": float(largest[0]),
-            "advantage_mean": a,
-            "advantage_std": std(a, a2),
-        }
-
-    def _staleness(self, packed: TensorDict) -> dict[str, float]:
-        staleness = (self.version - packed["policy_version"].flatten().long()).clamp(min=0).cpu()
-        size = int(self._reduce([staleness.max()], dist.ReduceOp.MAX)[0]) + 1
-        counts = self._reduce(torch.bincount(staleness, minlength=size).tolist(), dist.ReduceOp.SUM)
-        share = counts.cumsum(0) / counts.sum()
-        return {
-            "staleness_mean": float((counts * torch.arange(size)).sum() / counts.sum()),
-            "staleness_p50": float((share < 0.5).sum()),
-            "staleness_p95": float((share < 0.95).sum()),
-            "staleness_max": float(size - 1),
-        }
-
     # collectives and clocks
 
     def _reduce(self, values: Sequence[Any], op: dist.ReduceOp.RedOpType) -> Tensor:
         tensor = torch.tensor([float(v) for v in values], dtype=torch.float64)
         dist.all_reduce(tensor, op)
         return tensor
+
+    @staticmethod
+    def _all_reduce(vector: Tensor, op: Literal["sum", "max"]) -> Tensor:
+        dist.all_reduce(vector, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        return vector
 
     def _gather(self, values: Tensor) -> Tensor:
         """One tensor of all ranks' values, whose numbers may differ."""

@@ -472,7 +472,7 @@ def progress_line(metrics: Mapping[str, float], total: int) -> str:
     task = "  ".join(
         f"{label} {m[name]:.2f}" for name, label in (("em", "em"), ("search_rate", "search")) if name in m
     )
-    kept = f"kept {m['kept_fraction']:.3f}" if "kept_fraction" in m else "critic warm-up"
+    kept = f"kept {m['kept_fraction']:.3f}" if "loss_actor" in m else "critic warm-up"
     return (
         f"{int(m['version']):4d}/{total}  reward {m['reward']:.3f}  {task}  stale {m['staleness_mean']:.1f}  {kept}  "
         f"{m['policy_tokens'] / m['time_step']:.0f} tok/s  | step {m['time_step']:.1f} s: wait {m['time_wait']:.1f}, "
