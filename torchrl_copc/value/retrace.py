@@ -62,8 +62,8 @@ def retrace_advantage_estimate(
     """
     delta = td_residual(gamma, state_value, next_state_value, reward, done, terminated, log_ratio)
     ratio = truncated_ratio(log_ratio, threshold)
-    trace = flow(gamma, done, delta) * following(lmbda * ratio.expand_as(delta), time_dim=time_dim)
-    advantage = backward_scan(trace, delta, time_dim=time_dim)
+    trace = gamma * following(lmbda * ratio.expand_as(delta), time_dim=time_dim)
+    advantage = backward_scan(flow(trace, done, delta), delta, time_dim=time_dim)
     return advantage, state_value + ratio * advantage
 
 
