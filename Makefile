@@ -10,7 +10,7 @@ STAMP := $(VENV)/.setup-$(BACKEND)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 
-.PHONY: setup test test-fast lint train-search theory bench-scan clean
+.PHONY: setup test test-fast lint train-search theory study bench-scan clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,9 @@ train-search: setup
 
 theory: setup
 	$(BIN)/python scripts/theory.py $(ARGS)
+
+study: setup
+	$(BIN)/python scripts/study.py $(ARGS)
 
 bench-scan: setup
 	$(BIN)/python benchmarks/scan.py $(ARGS)

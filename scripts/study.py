@@ -99,7 +99,7 @@ def main() -> None:
             flush=True,
         )
     finished = [one for cell in todo for one in records.of(cell)]
-    print(write_report(args.output, parts, rates, finished, quick=args.quick), end="")
+    print(write_report(args.output, parts, rates, tuning.runs, finished, quick=args.quick), end="")
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ class Transformer(nn.Module):
     Examples:
         >>> net = Transformer(8, 4, 7, outputs=4, seeds=[0, 1])
         >>> sum(p[0].numel() for p in net.parameters())  # of one network
-        39124
+        17892
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Transformer(nn.Module):
         *,
         outputs: int,
         seeds: Sequence[int],
-        width: int = 48,
+        width: int = 32,
         layers: int = 2,
         heads: int = 2,
     ) -> None:

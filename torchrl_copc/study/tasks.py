@@ -84,15 +84,17 @@ class TokenTask:
         found: list[list[tuple[int, list[int], list[int], float]]] = []
         for instance in range(len(next_state)):
             responses: list[tuple[int, list[int], list[int], float]] = []
-            stack = [(prompt, int(start), [], []) for prompt, start in enumerate(self.starts.tolist())]
+            stack: list[tuple[int, int, list[int], list[int]]] = [
+                (prompt, start, [], []) for prompt, start in enumerate(self.starts.tolist())
+            ]
             while stack:
-                prompt, state, states, tokens = stack.pop()
+                prompt, state, passed, taken = stack.pop()
                 for token, after in enumerate(next_state[instance][state]):
-                    path = prompt, [*states, state], [*tokens, token]
+                    path, tokens = [*passed, state], [*taken, token]
                     if after == END and reward[instance][state][token] > 0:
-                        responses.append((*path, reward[instance][state][token]))
+                        responses.append((prompt, path, tokens, reward[instance][state][token]))
                     elif after != END and best[instance][after] > 0:
-                        stack.append((path[0], after, *path[1:]))
+                        stack.append((prompt, after, path, tokens))
                 if len(responses) > MOST_RESPONSES:
                     raise ValueError(
                         f"more than {MOST_RESPONSES} responses are rewarded: only policies of the state can be scored"
@@ -101,15 +103,15 @@ class TokenTask:
         if len({len(responses) for responses in found}) != 1:
             raise ValueError("instances with different numbers of rewarded responses cannot be stacked")
         shape = len(found), len(found[0])
-        state, action = (torch.zeros(*shape, self.max_tokens, dtype=torch.long) for _ in range(2))
+        states, actions = (torch.zeros(*shape, self.max_tokens, dtype=torch.long) for _ in range(2))
         mask = torch.zeros(*shape, self.max_tokens, dtype=torch.bool)
-        prompt, value = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+        prompts, gains = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
         for i, responses in enumerate(found):
-            for j, (start, states, tokens, gain) in enumerate(responses):
+            for j, (prompt, path, tokens, gain) in enumerate(responses):
                 length = len(tokens)
-                prompt[i, j], value[i, j], mask[i, j, :length] = start, gain, True
-                state[i, j, :length], action[i, j, :length] = torch.tensor(states), torch.tensor(tokens)
-        return RewardedResponses(prompt, state, action, mask, value)
+                prompts[i, j], gains[i, j], mask[i, j, :length] = prompt, gain, True
+                states[i, j, :length], actions[i, j, :length] = torch.tensor(path), torch.tensor(tokens)
+        return RewardedResponses(prompts, states, actions, mask, gains)
 
 
 @dataclass(frozen=True)
