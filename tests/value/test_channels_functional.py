@@ -244,25 +244,17 @@ def test_what_is_not_finite_stays_in_its_response(
     if kernel == "torch":
         monkeypatch.setattr(scan, "kernel_for", lambda device_type: scan.torch_scan)
     held, settings = BAD[bad]
-    options = options | {key: x for key, x in settings.items() if key in signature(estimate).parameters}
+    accepted = signature(estimate).parameters
+    options = options | {name: x for name, x in settings.items() if name in accepted}
     generator = torch.Generator().manual_seed(0)
-    entries = dict(
-        zip(
-            ("log_ratio", "value", "next_value", "reward"),
-            torch.randn(4, 1, 24, 1, generator=generator),
-            strict=True,
-        )
-    )
+    names = ("log_ratio", "value", "next_value", "reward")
+    entries = {name: torch.randn(1, 24, 1, generator=generator) for name in names}
     done = torch.zeros(1, 24, 1, dtype=torch.bool)
     done[0, [6, 15, 23]] = True
 
     def solve(part: slice) -> tuple[Tensor, Tensor]:
-        used = [
-            x[:, part]
-            for name, x in entries.items()
-            if name != "log_ratio" or "log_ratio" in signature(estimate).parameters
-        ]
-        return estimate(0.99, 0.9, *used, done[:, part], **options)
+        used = names if "log_ratio" in accepted else names[1:]
+        return estimate(0.99, 0.9, *(entries[name][:, part] for name in used), done[:, part], **options)
 
     for name, x in held.items():
         entries[name][0, 7:16] = x
