@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from torchrl_copc.study.methods import available, method_config
+from torchrl_copc.study.methods import method_config
 from torchrl_copc.study.plan import FULL, QUICK, Cell, Part, cells
 from torchrl_copc.study.records import Records, Run, runs_of
 from torchrl_copc.study.report import write_report
@@ -33,37 +33,38 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 class Clock:
-    """Time left, from the cells that this process has run: those of the same task and model where there are any."""
+    """Time left, from the cells that this process has run, with those of tuning: the same task and model if any."""
 
     def __init__(self) -> None:
-        self._spent: dict[str, list[float]] = defaultdict(list)
+        self._spent: dict[tuple[str, str], list[float]] = defaultdict(list)
 
-    def add(self, cell: Cell, seconds: float) -> None:
-        self._spent[cell.part.name].append(seconds / len(cell.seeds))
+    def add(self, part: Part, seconds: float) -> None:
+        self._spent[part.task, part.model].append(seconds)
 
     def left(self, waiting: list[Cell]) -> float:
         every = [x for spent in self._spent.values() for x in spent]
-        mean = {name: sum(spent) / len(spent) for name, spent in self._spent.items()}
-        return sum(len(c.seeds) * mean.get(c.part.name, sum(every) / len(every)) for c in waiting)
+        times = [self._spent.get((cell.part.task, cell.part.model), every) for cell in waiting]
+        return sum(sum(spent) / len(spent) for spent in times)
 
 
-def run(cell: Cell, records: Records) -> list[Run]:
+def run(cell: Cell, records: Records, clock: Clock) -> list[Run]:
     """The runs of a cell, from the file when they are there."""
     if done := records.of(cell):
         return done
-    part = cell.part
+    part, began = cell.part, time.monotonic()
     config = method_config(CONFIGS, cell.method, *cell.overrides())
     scores = run_cell(config, part.task, part.model, cell.seeds, imitation_steps=part.imitation_steps)
     runs = runs_of(cell, scores)
     records.append(runs)
+    clock.add(part, time.monotonic() - began)
     return runs
 
 
-def choose_rate(part: Part, records: Records) -> float:
+def choose_rate(part: Part, records: Records, clock: Clock) -> float:
     """The learning rate with the best mean score over three methods at lag 16, on seeds that are not used again."""
 
     def score(rate: float) -> float:
-        runs = [one for cell in part.tuning_cells(rate) for one in run(cell, records)]
+        runs = [one for cell in part.tuning_cells(rate) for one in run(cell, records, clock)]
         mean = sum(one.score for one in runs) / len(runs)
         print(f"  {part.name}: learning rate {rate:g} scores {mean:.3f}", flush=True)
         return mean
@@ -81,25 +82,19 @@ def main() -> None:
     parts = QUICK if args.quick else FULL
     tuning, records = (Records(args.output / name) for name in ("tuning.csv", "runs.csv"))
 
-    rates = {part: choose_rate(part, tuning) for part in parts}
+    clock = Clock()
+    rates = {part: choose_rate(part, tuning, clock) for part in parts}
     todo = [replace(cell, rate=rates[cell.part]) for cell in cells(parts)]
-    chosen = set(available(CONFIGS, [cell.method for cell in todo]))
-    todo = [cell for cell in todo if cell.method in chosen]
-    waiting, clock = [cell for cell in todo if not records.of(cell)], Clock()
+    waiting = [cell for cell in todo if not records.of(cell)]
     print(f"{len(todo)} cells, {len(todo) - len(waiting)} of them finished", flush=True)
     while waiting:
         cell = waiting.pop(0)
-        began = time.monotonic()
-        runs = run(cell, records)
-        clock.add(cell, time.monotonic() - began)
+        runs = run(cell, records, clock)
         score = sum(one.score for one in runs) / len(runs)
-        print(
-            f"{cell.part.name} s={cell.lag} {cell.method}: {score:.3f}  "
-            f"({time.monotonic() - began:.0f} s, {clock.left(waiting) / 60:.0f} min left)",
-            flush=True,
-        )
+        left = clock.left(waiting) / 60
+        print(f"{cell.part.name} s={cell.lag} {cell.method}: {score:.3f}  ({left:.0f} min left)", flush=True)
     finished = [one for cell in todo for one in records.of(cell)]
-    print(write_report(args.output, parts, rates, tuning.runs, finished, quick=args.quick), end="")
+    print(write_report(args.output, rates, tuning.runs, finished, quick=args.quick), end="")
 
 
 if __name__ == "__main__":

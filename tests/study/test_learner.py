@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_copc.study.learner import StackedLearner
-from torchrl_copc.study.methods import VARIANTS, available, method_config
+from torchrl_copc.study.methods import VARIANTS, method_config
 from torchrl_copc.study.models import Table, Transformer, token_log_prob
 from torchrl_copc.study.plan import CRITIC, CRITIC_FREE
 from torchrl_copc.study.rollout import Chance, sample
@@ -35,8 +35,7 @@ def parameters(one: StackedLearner) -> list[Tensor]:
     return [p.detach().clone() for p in one.actor.parameters()]
 
 
-def test_every_method_has_a_config() -> None:
-    assert available(CONFIGS, METHODS) == METHODS
+def test_every_config_is_in_the_study() -> None:
     files = {path.stem for path in (CONFIGS / "method").glob("*.yaml")}
     assert files - {"ppo_sync"} == set(METHODS) - set(VARIANTS)  # ppo_sync is ppo at lag 0
 

@@ -62,6 +62,6 @@ def test_committed_results_are_those_of_the_plan() -> None:
     chosen = {(run["task"], run["model"], run["learning_rate"]) for run in runs}
     assert len(chosen) == len(FULL)
     tried = {(run["task"], run["model"], run["learning_rate"]) for run in read(COMMITTED / "tuning.csv")}
-    assert chosen <= tried and len(tried) == sum(len(part.rates) for part in FULL)
+    assert chosen <= tried and len(tried) == sum(len(part.rates) for part in FULL if len(part.rates) > 1)
     used = {run["seed"] for run in runs}
     assert used.isdisjoint(run["seed"] for run in read(COMMITTED / "tuning.csv"))

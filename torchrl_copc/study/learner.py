@@ -203,7 +203,7 @@ class StackedLearner:
         inputs = rows["prompt"], rows["state"], rows["action"]
         logits = self.actor(*inputs)
         end = mask & ~nn.functional.pad(mask[..., 1:], (0, 1))
-        seeds, count, places = mask.shape
+        seeds, count, _ = mask.shape
         response = torch.arange(seeds * count).view(seeds, count, 1).expand_as(mask)
         leaves = {
             "action_log_prob": rows["action_log_prob"],
@@ -211,7 +211,6 @@ class StackedLearner:
             "seed": torch.arange(seeds).view(-1, 1, 1).expand_as(mask),
             "response_id": response,
             "group_id": response // self.config.collector.group_size,
-            "position": torch.arange(places).expand_as(mask),
         }
         after = {
             "reward": torch.where(end, rows["reward"][..., None], 0.0),

@@ -46,8 +46,3 @@ def method_config(configs: Path, method: str, *overrides: str) -> TrainConfig:
     with initialize_config_dir(str(configs.resolve()), version_base="1.3"):
         cfg: Any = compose("train", overrides=["experiment=study", *chosen, *overrides])
     return cast(TrainConfig, OmegaConf.to_object(cfg))
-
-
-def available(configs: Path, methods: list[str]) -> list[str]:
-    """Those of ``methods`` that have a config."""
-    return [m for m in methods if m in VARIANTS or (configs / "method" / f"{m}.yaml").is_file()]

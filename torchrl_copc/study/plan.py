@@ -26,6 +26,7 @@ class Part:
         critic_factor: times the actor's learning rate is the critic's.
         tuning_seeds: number of runs behind the choice, of seeds that are not used again.
         imitation_steps: before training, of the transformer.
+        label: tells parts with the same task and model apart.
     """
 
     task: str
@@ -38,10 +39,11 @@ class Part:
     critic_factor: float
     tuning_seeds: int
     imitation_steps: int = 300
+    label: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.task} {self.model}"
+        return f"{self.task} {self.model}{self.label}"
 
     def cells(self) -> Iterator[Cell]:
         """Every method with every lag; at lag 0 all ratios are 1 and the forms of COPC are one method."""
@@ -77,7 +79,7 @@ class Cell:
         )
 
 
-TABLE_RATES, TRANSFORMER_RATES = (0.01, 0.03, 0.1), (1e-4, 3e-4, 1e-3)
+TABLE_RATES, TRANSFORMER_RATES = (0.01, 0.03, 0.1, 0.3), (1e-4, 3e-4, 1e-3)
 TRANSFORMER = Part(
     task="risky",
     model="transformer",
@@ -103,7 +105,12 @@ TABLES = tuple(
     )
     for task in ("risky", "lock", "graph")
 )
-FULL = (TRANSFORMER, *TABLES)
+# What return correction gains depends on how fast the policy moves, so its forms are also compared at a slower rate.
+SLOW_TABLES = tuple(
+    replace(part, methods=(*FORMS, REFERENCE, "ppo", "vtrace"), rates=(0.03,), label=" (slow)")
+    for part in TABLES
+)
+FULL = (TRANSFORMER, *TABLES, *SLOW_TABLES)
 
 # The same code in seconds: every task and model, but nothing can be concluded from it.
 QUICK = (
@@ -125,6 +132,7 @@ QUICK = (
             strict=True,
         )
     ),
+    replace(SLOW_TABLES[0], methods=(REFERENCE, "copc"), lags=(8,), seeds=2, batches=6, rates=(0.01,)),
 )
 
 

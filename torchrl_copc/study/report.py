@@ -56,15 +56,17 @@ class Results:
     """The runs of a study, by part, method and lag.
 
     Args:
-        parts: tasks with models.
+        rates: the parts of the study with their learning rates.
         runs: all finished runs.
     """
 
-    def __init__(self, parts: Sequence[Part], runs: Sequence[Run]) -> None:
-        self.parts = parts
+    def __init__(self, rates: Mapping[Part, float], runs: Sequence[Run]) -> None:
+        self.parts = list(rates)
+        names = {(part.task, part.model, rate): part.name for part, rate in rates.items()}
         self._runs: dict[tuple[str, str, int], dict[int, Run]] = {}
         for run in runs:
-            self._runs.setdefault((f"{run.task} {run.model}", run.method, run.lag), {})[run.seed] = run
+            name = names[run.task, run.model, run.learning_rate]
+            self._runs.setdefault((name, run.method, run.lag), {})[run.seed] = run
 
     def methods(self, part: Part) -> list[str]:
         """Those with finished runs, in the order of the part."""
@@ -110,7 +112,6 @@ class Results:
 
 def write_report(
     output: Path,
-    parts: Sequence[Part],
     rates: Mapping[Part, float],
     tuning: Sequence[Run],
     runs: Sequence[Run],
@@ -121,8 +122,7 @@ def write_report(
 
     Args:
         output: folder that holds ``runs.csv``.
-        parts: what was run.
-        rates: the learning rate that was chosen for each part.
+        rates: the parts of the study with the learning rates that were chosen.
         tuning: the runs behind that choice.
         runs: finished runs; methods may be missing.
         quick: say that nothing can be concluded in place of a verdict.
@@ -130,7 +130,7 @@ def write_report(
     Returns:
         the verdict.
     """
-    results = Results(parts, runs)
+    results = Results(rates, runs)
     said = QUICK_VERDICT if quick else verdict(results)
     sections = [
         "# Method study\n\nMade by `python scripts/study.py`; what is measured: `docs/study.md`. Every run is in "
@@ -138,9 +138,9 @@ def write_report(
         "the second half of training, ± one standard error over seeds; the return at the end is in brackets. "
         "Differences are paired by seed.\n",
         f"## In plain words\n\n{said}",
-        f"![Scores and differences](study.png)\n\n## Settings\n\n{_settings(parts, rates, tuning)}",
+        f"![Scores and differences](study.png)\n\n## Settings\n\n{_settings(rates, tuning)}",
         _off_policy(results),
-        *(_part_tables(results, part) for part in parts),
+        *(_part_tables(results, part) for part in results.parts),
     ]
     (output / "README.md").write_text("\n".join(sections))
     draw(output / "study.png", results)
@@ -228,17 +228,18 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _settings(parts: Sequence[Part], rates: Mapping[Part, float], tuning: Sequence[Run]) -> str:
+def _settings(rates: Mapping[Part, float], tuning: Sequence[Run]) -> str:
     rows = []
-    for part in parts:
+    for part in rates:
         tried = []
         for rate in part.rates:
             scores = [
                 run.score
                 for run in tuning
-                if (run.task, run.model, run.learning_rate) == (part.task, part.model, rate)
+                if (run.task, run.model, run.batches, run.learning_rate)
+                == (part.task, part.model, part.batches, rate)
             ]
-            tried.append(f"{rate:g} ({statistics.fmean(scores):.3f})" if scores else f"{rate:g}")
+            tried.append(f"{rate:g} ({statistics.fmean(scores):.3f})" if len(part.rates) > 1 else "not tuned")
         row = (
             part.name,
             part.seeds,
