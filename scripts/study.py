@@ -48,16 +48,14 @@ class Clock:
 
 
 def run(cell: Cell, records: Records, clock: Clock) -> list[Run]:
-    """The runs of a cell, from the file when they are there."""
-    if done := records.of(cell):
-        return done
-    part, began = cell.part, time.monotonic()
-    config = method_config(CONFIGS, cell.method, *cell.overrides())
-    scores = run_cell(config, part.task, part.model, cell.seeds, imitation_steps=part.imitation_steps)
-    runs = runs_of(cell, scores)
-    records.append(runs)
-    clock.add(part, time.monotonic() - began)
-    return runs
+    """The runs of a cell; those that are not in the file are made."""
+    if (rest := records.rest(cell)).seeds:
+        part, began = cell.part, time.monotonic()
+        config = method_config(CONFIGS, cell.method, *cell.overrides())
+        scores = run_cell(config, part.task, part.model, rest.seeds, imitation_steps=part.imitation_steps)
+        records.append(runs_of(rest, scores))
+        clock.add(part, time.monotonic() - began)
+    return records.of(cell)
 
 
 def choose_rate(part: Part, records: Records, clock: Clock) -> float:
@@ -85,7 +83,7 @@ def main() -> None:
     clock = Clock()
     rates = {part: choose_rate(part, tuning, clock) for part in parts}
     todo = [replace(cell, rate=rates[cell.part]) for cell in cells(parts)]
-    waiting = [cell for cell in todo if not records.of(cell)]
+    waiting = [cell for cell in todo if records.rest(cell).seeds]
     print(f"{len(todo)} cells, {len(todo) - len(waiting)} of them finished", flush=True)
     while waiting:
         cell = waiting.pop(0)

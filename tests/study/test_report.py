@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,16 +96,16 @@ def test_report_has_every_method_and_leaves_out_those_that_were_not_run(tmp_path
     assert "| copc | 0.534 ± 0.088 (0.534) |" in text and "| ppo |" not in text and "0 (identical)" in text
 
 
-def test_records_return_only_whole_cells_of_the_same_settings(tmp_path: Path) -> None:
-    (cell,) = [c for c in PART.cells() if (c.method, c.lag) == ("copc", 8)]
-    cell = type(cell)(cell.part, cell.method, cell.lag, cell.seeds, rate=0.1)
-    records = Records(tmp_path / "runs.csv")
-    written = runs({("copc", 8): 0.5})
-    records.append(written[:2])
-    assert records.of(cell) == []
-    records.append(written[2:])
+def test_records_know_which_seeds_of_a_cell_are_missing(tmp_path: Path) -> None:
+    (cell,) = [replace(c, rate=0.1) for c in PART.cells() if (c.method, c.lag) == ("copc", 8)]
+    records, written = Records(tmp_path / "runs.csv"), runs({("copc", 8): 0.5})
+    records.append([written[2], written[0]])
+    assert records.of(cell) == [written[0], written[2]]
+    assert records.rest(cell) == replace(cell, seeds=(1,))
+    records.append(written[1:2])
     assert records.of(cell) == Records(tmp_path / "runs.csv").of(cell) == written
-    assert records.of(type(cell)(cell.part, cell.method, cell.lag, cell.seeds, rate=0.2)) == []
+    assert records.rest(cell).seeds == ()
+    assert records.rest(replace(cell, rate=0.2)).seeds == (0, 1, 2)  # other settings, other runs
 
 
 def test_forms_of_copc_are_not_repeated_without_a_lag() -> None:

@@ -46,8 +46,11 @@ def test_quick_run_writes_everything_and_an_interrupted_one_goes_on(tmp_path: Pa
     (out / "runs.csv").write_text("".join(lines[: len(lines) // 2]))
     finished = (len(lines) // 2 - 1) // 2
     assert f"{len(cells(QUICK))} cells, {finished} of them finished" in study(out)
-    again = {tuple(run.values()) for run in read(out / "runs.csv")}
-    assert again == {tuple(run.values()) for run in runs}  # the same numbers, and none twice
+    again = read(out / "runs.csv")
+    assert len(again) == len(runs)
+    names = "task", "model", "learning_rate", "method", "lag", "seed"
+    scores = [{tuple(run[name] for name in names): float(run["score"]) for run in x} for x in (runs, again)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
 
 
 def test_committed_results_are_those_of_the_plan() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -65,14 +65,19 @@ class Records:
                 self.runs = [Run(**{k: types[k](v) for k, v in row.items()}) for row in csv.DictReader(file)]
 
     def of(self, cell: Cell) -> list[Run]:
-        """The runs of a cell, in the order of its seeds; empty when not all of them are there."""
+        """The runs of a cell that are there, in the order of its seeds."""
         key = cell.part.task, cell.part.model, cell.method, cell.lag, cell.rate, cell.part.batches
         found = {
             run.seed: run
             for run in self.runs
             if (run.task, run.model, run.method, run.lag, run.learning_rate, run.batches) == key
         }
-        return [found[seed] for seed in cell.seeds] if found.keys() >= set(cell.seeds) else []
+        return [found[seed] for seed in cell.seeds if seed in found]
+
+    def rest(self, cell: Cell) -> Cell:
+        """The same cell with the seeds that are missing."""
+        there = {run.seed for run in self.of(cell)}
+        return replace(cell, seeds=tuple(seed for seed in cell.seeds if seed not in there))
 
     def append(self, runs: list[Run]) -> None:
         """Add the runs of a cell, in memory and in one write to the file."""
