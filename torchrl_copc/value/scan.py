@@ -27,7 +27,8 @@ def backward_scan(coeff: Tensor, bias: Tensor, *, time_dim: int = -2) -> Tensor:
         time_dim: dimension of time in the broadcast shape.
 
     Returns:
-        ``x`` with the broadcast shape; differentiable, any number of times, in both arguments.
+        ``x`` with the broadcast shape; differentiable in reverse mode, any number of times, in both arguments. Forward
+        mode (``torch.func.jvp``, ``jacfwd``) is not there: torch takes its derivative as zero.
 
     Examples:
         >>> import torch
