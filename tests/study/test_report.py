@@ -70,6 +70,8 @@ def test_the_verdict_says_where_copc_helps_and_which_form_is_best() -> None:
         {PART: 0.1}, base + runs(others, noise=0.0005) + runs({("ppo", 8): 0.45, ("ppo", 64): 0.2}, 0.002)
     )
     text = verdict(results)
+    overall = next(line for line in text.splitlines() if "Does return correction help" in line)
+    assert "Worse: risky table -0.025" in overall  # the mean of +0.05 and -0.1
     full, continuation = (
         line for line in text.splitlines() if "against COPC w/o RC" in line and "risky" in line
     )

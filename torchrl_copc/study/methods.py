@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from torchrl_copc.training.config import TrainConfig
 
-# Forms of COPC beside the default of its config (full advantage, step trace).
+# COPC beside the default of its config (full advantage, step trace): other forms, and wider intervals.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "copc_continuation": ("method=copc", "method.loss.advantage=continuation"),
     "copc_product": ("method=copc", "method.loss.trace=product"),
@@ -20,6 +20,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "method.loss.advantage=continuation",
         "method.loss.trace=product",
     ),
+    "copc_wide_advantage": ("method=copc", "method.loss.eta_advantage=2.5"),  # weights in [0, 2.4]
+    "copc_wide": ("method=copc", "method.loss.eta_advantage=2.5", "method.loss.eta_policy=2.5"),
 }
 
 # What an experiment sets in a training run. A method's own settings win over it, as there.

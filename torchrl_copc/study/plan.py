@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from torchrl_copc.study.methods import VARIANTS
+
 REFERENCE = "copc_wo_rc"  # COPC without return correction: the same mask, plain GAE
 FORMS = ("copc", "copc_continuation", "copc_product", "copc_continuation_product")
-CRITIC = (*FORMS, REFERENCE, "ppo", "sao", "areal", "vtrace", "brace", "retrace")
+WIDE = ("copc_wide_advantage", "copc_wide")  # intervals of [0, 2.4] in place of [0.8, 1.28]
+CRITIC = (*FORMS, REFERENCE, "ppo", "sao", "areal", "vtrace", "brace", "retrace", *WIDE)
 CRITIC_FREE = ("grpo", "dapo", "m2po", "m2po_code", "vcpo")
 
 
@@ -46,10 +49,10 @@ class Part:
         return f"{self.task} {self.model}{self.label}"
 
     def cells(self) -> Iterator[Cell]:
-        """Every method with every lag; at lag 0 all ratios are 1 and the forms of COPC are one method."""
+        """Every method with every lag; at lag 0 all ratios are 1 and the variants of COPC are one method."""
         for method in self.methods:
             for lag in self.lags:
-                if lag or method not in FORMS[1:]:
+                if lag or method not in VARIANTS:
                     yield Cell(self, method, lag, tuple(range(self.seeds)))
 
     def tuning_cells(self, rate: float) -> Iterator[Cell]:
@@ -107,7 +110,7 @@ TABLES = tuple(
 )
 # What return correction gains depends on how fast the policy moves, so its forms are also compared at a slower rate.
 SLOW_TABLES = tuple(
-    replace(part, methods=(*FORMS, REFERENCE, "ppo", "vtrace"), rates=(0.03,), label=" (slow)")
+    replace(part, methods=(*FORMS, REFERENCE, "ppo", "vtrace", *WIDE), rates=(0.03,), label=" (slow)")
     for part in TABLES
 )
 FULL = (TRANSFORMER, *TABLES, *SLOW_TABLES)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_copc.study.plan import FORMS, REFERENCE, Part
+from torchrl_copc.study.methods import VARIANTS
+from torchrl_copc.study.plan import FORMS, REFERENCE, WIDE, Part
 from torchrl_copc.study.records import Run
 
 BEYOND = 2.0  # standard errors that a difference must exceed to be called one
@@ -159,10 +160,25 @@ def verdict(results: Results) -> str:
         f"A difference is called one when it exceeds {BEYOND:g} standard errors; about one comparison in twenty does "
         "so by chance.\n"
     ]
-    for form in FORMS:
-        lines.append(f"- **{_title(form)} against COPC w/o RC.** {_sorted_cells(results, form, REFERENCE)}")
-    lines.append(f"- **{_title('copc')} against PPO.** {_sorted_cells(results, 'copc', 'ppo')}")
-    lines.append(f"- **COPC w/o RC against PPO.** {_sorted_cells(results, REFERENCE, 'ppo')}")
+    lines += [
+        f"- **{question}** Averaged over lags above 0: {_by_part(results, FORMS[0], reference)}"
+        for question, reference in (
+            ("Does return correction help (COPC minus COPC w/o RC)?", REFERENCE),
+            ("Is COPC better than PPO?", "ppo"),
+            ("Is COPC better than V-trace?", "vtrace"),
+        )
+    ]
+    lines.append("\nIn detail:\n")
+    lines += [f"- **{_title(m)} against COPC w/o RC.** {_by_cell(results, m, REFERENCE)}" for m in FORMS]
+    compared = (
+        (FORMS[0], "ppo"),
+        (REFERENCE, "ppo"),
+        (FORMS[0], "vtrace"),
+        *((wide, FORMS[0]) for wide in WIDE),
+    )
+    lines += [
+        f"- **{_title(m)} against {_title(other)}.** {_by_cell(results, m, other)}" for m, other in compared
+    ]
     lines += [f"- **Which form.** {_best_form(results, model)}" for model in ("table", "transformer")]
     lines += [f"- **{part.name}: which method.** {_best_method(results, part)}" for part in results.parts]
     return "\n".join(lines) + "\n"
@@ -174,23 +190,36 @@ def _title(method: str) -> str:
         "copc_continuation": "COPC (continuation, step)",
         "copc_product": "COPC (full, product)",
         "copc_continuation_product": "COPC (continuation, product)",
+        "copc_wide_advantage": "COPC with eta_A = 2.5",
+        "copc_wide": "COPC with eta_A = eta_P = 2.5",
         REFERENCE: "COPC w/o RC",
+        "ppo": "PPO",
+        "vtrace": "V-trace",
     }
     return names.get(method, method)
 
 
-def _sorted_cells(results: Results, method: str, reference: str) -> str:
-    """Cells where a method is better, worse, and neither."""
-    found: dict[int, list[str]] = {1: [], -1: [], 0: []}
-    for part, lag in results.compared(method, reference):
-        difference = results.paired(part, method, reference, lag)
-        found[difference.sign].append(f"{part.name} s={lag} {difference.mean:+.3f} ± {difference.error:.3f}")
-    parts = [
-        f"{label}: {', '.join(found[sign])}."
-        for sign, label in ((1, "Better"), (-1, "Worse"), (0, "No difference"))
-        if found[sign]
-    ]
-    return " ".join(parts) if parts else "Not compared."
+def _by_part(results: Results, method: str, reference: str) -> str:
+    """Parts where a method is better, worse, and neither, over all lags above 0."""
+    parts = [part for part in results.parts if results.compared(method, reference, [part])]
+    return _sorted({part.name: results.pooled(method, reference, [part]) for part in parts})
+
+
+def _by_cell(results: Results, method: str, reference: str) -> str:
+    """Parts and lags where a method is better, worse, and neither."""
+    cells = results.compared(method, reference)
+    return _sorted(
+        {f"{part.name} s={lag}": results.paired(part, method, reference, lag) for part, lag in cells}
+    )
+
+
+def _sorted(differences: Mapping[str, Estimate]) -> str:
+    said = []
+    for label, sign in (("Better", 1), ("Worse", -1), ("No difference", 0)):
+        found = [f"{name} {d.mean:+.3f} ± {d.error:.3f}" for name, d in differences.items() if d.sign == sign]
+        if found:
+            said.append(f"{label}: {', '.join(found)}.")
+    return " ".join(said) or "Not compared."
 
 
 def _best_form(results: Results, model: str) -> str:
@@ -290,7 +319,7 @@ def _part_tables(results: Results, part: Part) -> str:
 
     def score(method: str, lag: int) -> str:
         if not results.has(part, method, lag):
-            return "as copc" if method in FORMS and not lag else ""
+            return "as copc" if method in VARIANTS and not lag else ""
         final = results.estimate(part, method, lag, "final").mean
         return f"{results.estimate(part, method, lag)} ({final:.3f})"
 
