@@ -85,7 +85,7 @@ def test_the_verdict_says_where_copc_helps_and_which_form_is_best() -> None:
     assert (
         "Better: risky table s=64 +0.099" in against_ppo and "No difference: risky table s=8" in against_ppo
     )
-    assert "The best is COPC (continuation, step), better than the default form: +0.075" in text
+    assert "COPC (continuation, step) has the largest mean, better than the default form: +0.075" in text
     assert "Not compared on the transformer." in text
     assert "s=8: COPC (continuation, step)" in text and "s=64: COPC" in text
 
