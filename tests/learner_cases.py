@@ -51,7 +51,7 @@ def gradients(learner: Learner) -> dict[str, torch.Tensor]:
     """Gradients of the only update so far, from AdamW's first moment; a sum of all, weighted, after several."""
     return {
         f"{name}.{parameter_name}": learner_state["exp_avg"].full_tensor() / 0.1
-        for name, network in (("actor", learner.actor), ("critic", learner.critic))
+        for name, network in learner.networks.items()
         for parameter_name, learner_state in network.state_dict()["optimizer"].items()
     }
 
@@ -59,7 +59,7 @@ def gradients(learner: Learner) -> dict[str, torch.Tensor]:
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
     return {
         f"{name}.{key}": value.full_tensor().clone()
-        for name, network in (("actor", learner.actor), ("critic", learner.critic))
+        for name, network in learner.networks.items()
         for key, value in network.net.state_dict().items()
     }
 

@@ -31,15 +31,18 @@ def llama(seed: int = 0, **overrides) -> LlamaForCausalLM:
     return LlamaForCausalLM(llama_config(**overrides)).eval()
 
 
-def row(seed: int, truncated: bool = False, trailing: int = 0) -> TensorDict:
-    """Prompt, then one to three turns with observations between; ``trailing`` observation ids at the end."""
+def row(seed: int, truncated: bool = False, trailing: int = 0, group: int | None = None) -> TensorDict:
+    """Prompt, then one to three turns with observations between; ``trailing`` observation ids at the end.
+
+    Without ``group`` every row is its own.
+    """
     rng = torch.Generator().manual_seed(seed)
 
     def ids(low: int, high: int) -> list[int]:
         n = int(torch.randint(low, high, (1,), generator=rng))
         return torch.randint(1, VOCAB, (n,), generator=rng).tolist()
 
-    episode = Episode(f"row-{seed}", Prompt(f"p{seed}", "?", ("!",)), f"g{seed}")
+    episode = Episode(f"row-{seed}", Prompt(f"p{seed}", "?", ("!",)), f"g{seed if group is None else group}")
     episode.append_context(ids(2, 8))
     for turn in range(1 + seed % 3):
         if turn:

@@ -170,3 +170,25 @@ def test_two_learner_ranks_train_beside_an_engine_held_one_version_back(tmp_path
     metrics = lines(tmp_path / "two/metrics.jsonl")
     assert all(entry["responses"] == BATCH_ROWS for entry in metrics)
     assert all(1 <= entry["staleness_mean"] <= entry["staleness_max"] <= 2 for entry in metrics[1:])
+
+
+def test_two_ranks_train_without_a_critic_on_groups_whose_rewards_differ(tmp_path):
+    """M2PO solves its threshold over both ranks; DAPO's dynamic sampling replaces groups without reward variance."""
+    run(
+        f"run_root={tmp_path}",
+        "run_name=groups",
+        "method=m2po",
+        "total_versions=2",
+        "collector.group_size=4",
+        "collector.dynamic_sampling=true",
+        ranks=2,
+    )
+    folder = tmp_path / "groups"
+    consumed = lines(folder / "consumed.jsonl")
+    for entry in consumed:
+        members = Counter(entry["prompt_id"])
+        assert len(entry["row_id"]) == BATCH_ROWS and all(count % 4 == 0 for count in members.values())
+    metrics = lines(folder / "metrics.jsonl")
+    assert metrics[-1]["collector_rows_discarded"] > 0  # the start model misses most questions four times out of four
+    assert all("loss_critic" not in entry and entry["grad_norm_actor"] > 0 for entry in metrics)
+    assert (folder / "curves.png").stat().st_size > 10_000

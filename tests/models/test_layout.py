@@ -5,7 +5,7 @@ import torch
 from lm_cases import row
 
 from torchrl_copc.models.layout import compress, micro_batches
-from torchrl_copc.trajectory import DONE, LOG_PROBS, POLICY_MASK, REWARD, TOKENS, RowError
+from torchrl_copc.trajectory import DONE, LOG_PROBS, METADATA, POLICY_MASK, REWARD, TOKENS, RowError
 
 ROWS = [row(seed, truncated=seed == 2, trailing=3 * (seed == 2)) for seed in range(9)]
 
@@ -24,6 +24,12 @@ def test_compress_keeps_policy_tokens_in_row_order():
         assert float(part["next", "reward"].sum()) == float(one.get(REWARD).sum())
         at += n
     assert packed.batch_size == (1, at)
+    assert torch.equal(packed["group_id"], packed["response_id"])  # every row is its own group
+    shared = compress([row(0, group=7), row(1, group=3), row(2, group=7), row(3).exclude(METADATA)])
+    of_row = dict(
+        zip(shared["response_id"].flatten().tolist(), shared["group_id"].flatten().tolist(), strict=True)
+    )
+    assert of_row == {0: 0, 1: 1, 2: 0, 3: 2}
     assert int(packed["next", "truncated"].sum()) == 1
 
 

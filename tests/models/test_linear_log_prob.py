@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from torchrl_copc.models.causal_lm import linear_log_prob
+from torchrl_copc.models.linear_log_prob import score_sq_norm
 
 
 def naive(hidden, weight, target, temperature):
@@ -51,6 +52,16 @@ def test_bfloat16_states_give_float32_log_probs_and_bfloat16_gradients():
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
     exact, _ = naive(hidden.detach().double(), weight.detach().double(), target, 1.0)
     torch.testing.assert_close(log_prob.detach().double(), exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [2, None])
+def test_score_norm_is_that_of_the_gradient_in_the_logits(chunk_size):
+    hidden, weight, target = case()
+    logits = (hidden @ weight.t() / 0.6).detach().requires_grad_()
+    logits.log_softmax(-1).gather(-1, target[:, None]).sum().backward()
+    ours = score_sq_norm(hidden, weight, target, 0.6, chunk_size)
+    torch.testing.assert_close(ours, logits.grad.square().sum(-1))
+    assert not ours.requires_grad
 
 
 def test_temperature_zero_is_refused():

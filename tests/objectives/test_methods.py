@@ -11,8 +11,8 @@ import torch
 from control_cases import make_actor, make_critic, make_rollout
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from learner_cases import ROWS, gradients
-from lm_cases import llama
+from learner_cases import gradients
+from lm_cases import llama, row
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -24,9 +24,13 @@ from torchrl_copc.objectives import (
     AsyncPPOLoss,
     BRACELoss,
     COPCLoss,
+    DAPOLoss,
+    GRPOLoss,
+    M2POLoss,
     PolicyCriticLoss,
     RetraceLoss,
     SAOLoss,
+    VCPOLoss,
     VTraceLoss,
 )
 from torchrl_copc.objectives.policy import (
@@ -34,15 +38,49 @@ from torchrl_copc.objectives.policy import (
     clipped_surrogate,
     decoupled_clip,
     ratio_mask,
+    sequence_ratio,
     truncated_weight,
     two_sided_mask,
 )
+from torchrl_copc.objectives.second_moment import (
+    capped_second_moment_threshold,
+    second_moment_clip,
+    second_moment_mask,
+    second_moment_threshold,
+)
 from torchrl_copc.training.config import check
 from torchrl_copc.training.learner import Learner
-from torchrl_copc.value import BRACEEstimator, COPCEstimator, RetraceEstimator, TokenGAE, TokenVTrace
+from torchrl_copc.value import (
+    BRACEEstimator,
+    COPCEstimator,
+    GroupRelativeAdvantage,
+    MinimumVarianceAdvantage,
+    RetraceEstimator,
+    TokenGAE,
+    TokenVTrace,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = sorted(path.stem for path in (CONFIGS / "method").glob("*.yaml"))
+
+
+def second_moment(variant: str) -> Any:
+    """The channel with the threshold of the tokens it is given."""
+
+    def channel(log_ratio: Tensor, frozen: Tensor, advantage: Tensor) -> PolicyTerm:
+        if variant == "paper":
+            threshold = second_moment_threshold(frozen, advantage)
+            return second_moment_mask(log_ratio, frozen, advantage, threshold=threshold)
+        threshold = capped_second_moment_threshold(frozen, advantage)
+        return second_moment_clip(log_ratio, frozen, advantage, threshold=threshold)
+
+    return channel
+
+
+def vcpo(log_ratio: Tensor, frozen: Tensor, advantage: Tensor) -> PolicyTerm:
+    response = torch.arange(len(advantage)).view(-1, 1, 1).expand_as(advantage)
+    return sequence_ratio(log_ratio, frozen, advantage, response)
+
 
 # class: (policy channel with the class's defaults, estimator with the class's defaults)
 PAIRS: dict[type[PolicyCriticLoss], tuple[Any, Any, dict[str, Any]]] = {
@@ -53,6 +91,10 @@ PAIRS: dict[type[PolicyCriticLoss], tuple[Any, Any, dict[str, Any]]] = {
     VTraceLoss: (truncated_weight, TokenVTrace, {}),
     BRACELoss: (partial(clipped_surrogate, eps_high=0.28), BRACEEstimator, {}),
     RetraceLoss: (clipped_surrogate, RetraceEstimator, {}),
+    GRPOLoss: (clipped_surrogate, GroupRelativeAdvantage, {}),
+    DAPOLoss: (partial(clipped_surrogate, eps_high=0.28), GroupRelativeAdvantage, {}),
+    M2POLoss: (second_moment("paper"), GroupRelativeAdvantage, {}),
+    VCPOLoss: (vcpo, MinimumVarianceAdvantage, {}),
 }
 every = pytest.mark.parametrize("method", PAIRS, ids=lambda method: method.__name__)
 
@@ -65,8 +107,12 @@ def one_rank():
 
 
 def off_policy_rollout() -> TensorDict:
-    data = make_rollout()
+    """With what critic-free methods read: rows are responses to one prompt, the last one's to another."""
+    data = make_rollout(4)
     data["action_log_prob"] = data["action_log_prob"] + 0.5 * torch.randn(data.shape)
+    rows = torch.arange(4).view(4, 1, 1).expand(4, data.shape[1], 1)
+    data["response_id"], data["group_id"] = rows.clone(), (rows == 3).long()
+    data["grad_sq_norm"] = 1.0 + rows
     return data
 
 
@@ -82,7 +128,7 @@ def test_a_method_is_its_pair_of_channels(method: type[PolicyCriticLoss]) -> Non
     loss.value_estimator(data)
     assert torch.equal(data["advantage"], expected["advantage"])
     assert torch.equal(data["value_target"], expected["value_target"])
-    assert ("learner_log_prob" in data) == (loss.reads_frozen or estimator is not TokenGAE)
+    assert ("learner_log_prob" in data) == (loss.reads_frozen or estimator.needs_ratio)
 
     loss.from_stateful_net("actor_network", make_actor(5))  # the learner has moved since
     losses = loss(data)
@@ -111,7 +157,10 @@ def test_gradients_reach_their_own_network(method: type[PolicyCriticLoss], funct
 
 @every
 def test_torchrl_conventions(method: type[PolicyCriticLoss]) -> None:
-    loss, data = method(make_actor(), make_critic(), clip_value=0.1, entropy_bonus=True), off_policy_rollout()
+    settings: dict[str, Any] = {"entropy_bonus": True}
+    if PAIRS[method][1].needs_value:  # critic-free methods have no frozen value to clip around
+        settings["clip_value"] = 0.1
+    loss, data = method(make_actor(), make_critic(), **settings), off_policy_rollout()
     expected = loss(data)
     # the halves add up to the whole
     halves = loss.actor_loss(data).update(loss.critic_loss(data))
@@ -123,7 +172,7 @@ def test_torchrl_conventions(method: type[PolicyCriticLoss]) -> None:
     loss.select_out_keys("loss_objective", "loss_critic")
     assert len(loss(**inputs)) == 2
     # state dict and reductions
-    other = method(make_actor(7), make_critic(8), clip_value=0.1, entropy_bonus=True)
+    other = method(make_actor(7), make_critic(8), **settings)
     other.make_value_estimator()
     other.load_state_dict(loss.state_dict())
     torch.testing.assert_close(other(data)["loss_objective"], expected["loss_objective"])
@@ -259,13 +308,15 @@ def test_what_a_method_needs_goes_before_the_experiment() -> None:
     assert composed("method=areal").learner.minibatches_per_batch == 2
     assert composed("method=areal").learner.actor.warmup_updates == 25
     assert composed("method=sao").learner.critic_updates == 2
+    assert composed("method=sao", "learner.actor.lr=0.02").learner.critic.lr == pytest.approx(0.1)
     assert composed("method=sao", "learner.critic_updates=3").learner.critic_updates == 3
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_learner_takes_an_update_with_every_config(name: str, tmp_path: Path) -> None:
     config = composed(f"method={name}", "learner.max_tokens_per_micro_batch=60", "learner.device=cpu")
-    actor, critic = CausalLMActor(llama(0)), CausalLMCritic(llama(1).model)
+    actor = CausalLMActor(llama(0))
+    critic = CausalLMCritic(llama(1).model) if config.method.critic else None
     loss = instantiate(config.method.loss, actor_network=actor, critic_network=critic, functional=False)
     estimator = instantiate(config.method.value_estimator, value_network=None)
     # the estimator of the config is the one that the loss would make of its own settings
@@ -277,10 +328,13 @@ def test_the_learner_takes_an_update_with_every_config(name: str, tmp_path: Path
 
     settings = OmegaConf.to_object(config).learner  # type: ignore[union-attr]
     settings.critic_warmup_batches = 0
-    metrics = (learner := Learner(settings, actor, critic, loss, estimator, tmp_path)).update(ROWS)
+    rows = [row(seed, group=seed // 4) for seed in range(8)]
+    metrics = (learner := Learner(settings, actor, critic, loss, estimator, tmp_path)).update(rows)
     assert all(torch.tensor(value).isfinite() for value in metrics.values())
     assert 0 < metrics["kept_fraction"] <= 1
-    assert metrics["grad_norm_actor"] > 0 and metrics["grad_norm_critic"] > 0
+    for network in learner.networks:
+        assert metrics[f"grad_norm_{network}"] > 0
+    assert ("grad_norm_critic" in metrics) is config.method.critic
     assert all(g.isfinite().all() for g in gradients(learner).values())
 
 
@@ -291,3 +345,35 @@ def test_copc_without_correction_and_an_open_mask_is_ppo_without_a_clip() -> Non
     losses = copc(data), ppo(data)
     for key in ("loss_objective", "loss_critic"):
         torch.testing.assert_close(losses[0][key], losses[1][key])
+
+
+def test_m2pos_threshold_is_the_batchs_and_not_the_minibatchs() -> None:
+    data = off_policy_rollout()
+    for variant in ("paper", "code"):
+        loss = M2POLoss(make_actor(), variant=variant, limit=0.01)
+        loss.value_estimator(data.exclude("advantage", inplace=True))
+        log_ratio = (data["learner_log_prob"] - data["action_log_prob"]).unsqueeze(-1)
+        whole = loss(data)
+        threshold = loss.batch_entries(log_ratio.flatten(), data["advantage"].flatten())["threshold"]
+        data["threshold"] = threshold.float().expand_as(log_ratio)
+        parts = [loss(data[:2]), loss(data[2:])]
+        torch.testing.assert_close(
+            (parts[0]["loss_objective"] + parts[1]["loss_objective"]) / 2, whole["loss_objective"]
+        )
+        del data["threshold"]
+    with pytest.raises(ValueError, match="variant must be one of paper, code, got 'both'"):
+        M2POLoss(make_actor(), variant="both")  # type: ignore[arg-type]
+
+
+def test_channels_get_the_entries_they_name() -> None:
+    data = off_policy_rollout()
+    loss = PolicyCriticLoss(make_actor(), channel=sequence_ratio, entries=["response_id"])
+    loss.make_value_estimator("group_relative")
+    expected = VCPOLoss(make_actor()).make_value_estimator("group_relative")
+    torch.testing.assert_close(loss(data)["loss_objective"], expected(data)["loss_objective"])
+    with pytest.raises(KeyError, match=r"needs 'response_id' in the data; set_keys\(response_id="):
+        loss(data.exclude("response_id"))
+    with pytest.raises(KeyError, match="GroupRelativeAdvantage needs 'group_id' in the data"):
+        loss(data.exclude("group_id"))
+    with pytest.raises(ValueError, match="entries names 'length', which is not an accepted key"):
+        PolicyCriticLoss(make_actor(), channel=sequence_ratio, entries=["length"])

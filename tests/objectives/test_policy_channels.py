@@ -194,6 +194,19 @@ def test_capped_second_moment_threshold_is_the_largest_token_that_fits() -> None
     assert capped_second_moment_threshold(frozen, advantage, limit=0.0) == 0.0
 
 
+def test_a_threshold_may_be_a_tensor_with_one_for_each_token() -> None:
+    log_ratio, frozen, advantage = tokens()
+    each = torch.full_like(advantage, 0.4)
+    each.flatten()[::2] = 0.9
+    for channel in (second_moment_mask, second_moment_clip):
+        ours = channel(log_ratio, frozen, advantage, threshold=each)
+        for value in (0.4, 0.9):
+            alone = channel(log_ratio, frozen, advantage, threshold=value)
+            there = each == value
+            assert torch.equal(ours.term[there], alone.term[there])
+            assert torch.equal(ours.kept[there], alone.kept[there])
+
+
 def test_wrong_settings_are_named() -> None:
     x = torch.zeros(1)
     with pytest.raises(ValueError, match=r"eps_low must be at least 0, got -0\.1"):

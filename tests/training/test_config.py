@@ -21,7 +21,7 @@ def composed(*overrides):
 
 
 @pytest.mark.parametrize("experiment", ["search_tiny", "search_smollm2", "search_llama3b"])
-@pytest.mark.parametrize("method", ["copc", "copc_wo_rc"])
+@pytest.mark.parametrize("method", ["copc", "vcpo"])
 def test_experiments_compose_and_their_targets_exist(experiment, method):
     config = OmegaConf.to_object(composed(f"experiment={experiment}", f"method={method}"))
     check(config)
@@ -55,11 +55,20 @@ def test_the_ablation_differs_from_copc_only_in_eta_advantage():
         ("engine.max_model_len=300", "engine.max_model_len=300"),
         ("engine.model=somewhere", "engine.model='somewhere'"),
         ("learner.minibatches_per_batch=200", "collector.batch_rows="),
+        ("collector.dynamic_sampling=true", "collector.group_size=1 with collector.dynamic_sampling=true"),
+        ("method=grpo collector.group_size=1", "collector.group_size=1 with method=grpo"),
     ],
 )
 def test_contradictory_settings_are_refused_by_name(override, setting):
     with pytest.raises(ConfigError, match=setting):
-        check(OmegaConf.to_object(composed(override)))
+        check(OmegaConf.to_object(composed(*override.split())))
+
+
+def test_every_rank_needs_a_group(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = composed("method=dapo", "collector.batch_rows=16")
+    with pytest.raises(ConfigError, match=r"collector.batch_rows=16 makes 2 groups .* 4 ranks need one each"):
+        check(OmegaConf.to_object(config))
 
 
 def test_the_hash_sees_what_is_computed_and_not_where():

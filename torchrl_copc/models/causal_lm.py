@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from torchrl_copc.models.linear_log_prob import linear_log_prob
+from torchrl_copc.models.linear_log_prob import linear_log_prob, score_sq_norm
 
 __all__ = ["CausalLMActor", "CausalLMCritic", "linear_log_prob"]
 
@@ -66,10 +66,13 @@ class _ActorNet(nn.Module):
         predict_index: Tensor,
         target_ids: Tensor,
         temperature: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        with_score: bool = False,
+    ) -> tuple[Tensor, ...]:
         hidden = _hidden_states(self.model.get_decoder(), input_ids, position_ids)[predict_index]
         weight = self.model.get_output_embeddings().weight
-        return linear_log_prob(hidden, weight, target_ids, temperature or self.temperature, self.chunk_size)
+        head = (hidden, weight, target_ids, temperature or self.temperature, self.chunk_size)
+        outputs = linear_log_prob(*head)
+        return (*outputs, score_sq_norm(*head)) if with_score else outputs
 
 
 class _CriticNet(nn.Module):
@@ -98,8 +101,9 @@ class CausalLMActor(TensorDictModuleBase):
         gradient_checkpointing: recompute activations in the backward pass. Defaults to ``False``.
 
     Reads ``("lm", "input_ids" | "position_ids" | "predict_index" | "target_ids")``, writes ``log_prob`` and
-    ``entropy`` (nats, float32 ``[1, n, 1]``). Where ``("lm", "outputs")`` holds these two, of an earlier pass
-    with the same weights, they are taken from there.
+    ``entropy`` (nats, float32 ``[1, n, 1]``), and while :attr:`with_score` is set ``score_sq_norm``
+    (:func:`~torchrl_copc.models.linear_log_prob.score_sq_norm`, alike). Where ``("lm", "outputs")`` holds outputs of an
+    earlier pass with the same weights, they are taken from there.
 
     Raises:
         ValueError: if the model's head has a bias, a logit scale or soft-capping.
@@ -137,6 +141,7 @@ class CausalLMActor(TensorDictModuleBase):
         _prepare(model, gradient_checkpointing)
         self.in_keys = [("lm", k) for k in ("input_ids", "position_ids", "predict_index", "target_ids")]
         self.out_keys = ["log_prob", "entropy"]
+        self.with_score = False
         self.net = _ActorNet(model, temperature, chunk_size)
 
     @classmethod
@@ -189,9 +194,10 @@ class CausalLMActor(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         if (outputs := tensordict.get(("lm", "outputs"), None)) is not None:
             return tensordict.update(outputs)
-        log_prob, entropy = self.net(*(tensordict.get(key) for key in self.in_keys))
-        tensordict.set("log_prob", log_prob.reshape(1, -1, 1))
-        return tensordict.set("entropy", entropy.reshape(1, -1, 1))
+        outputs = self.net(*(tensordict.get(key) for key in self.in_keys), with_score=self.with_score)
+        for key, output in zip((*self.out_keys, "score_sq_norm"), outputs, strict=False):
+            tensordict.set(key, output.reshape(1, -1, 1))
+        return tensordict
 
     def save_pretrained(self, path: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write config and safetensors that transformers and vLLM load.

@@ -75,8 +75,9 @@ def compress(rows: Sequence[TensorDictBase]) -> TensorDict:
 
     Returns:
         A ``TensorDict`` of batch size ``[1, N]`` with every leaf ``[1, N, 1]``: ``action_log_prob`` (nats,
-        behaviour), ``policy_version``, ``response_id`` (place of the row in ``rows``), ``position`` (of the
-        policy token within its response, from 0) and ``("next", "reward" | "done" | "terminated" |
+        behaviour), ``policy_version``, ``response_id`` (place of the row in ``rows``), ``group_id`` (equal for
+        rows of one group; a row without metadata is its own), ``position`` (of the policy token within its
+        response, from 0) and ``("next", "reward" | "done" | "terminated" |
         "truncated")``.
 
     Raises:
@@ -99,6 +100,12 @@ def compress(rows: Sequence[TensorDictBase]) -> TensorDict:
     def gather(key: str | tuple[str, ...]) -> Tensor:
         return _cat(rows, key)[take].reshape(1, -1, 1)
 
+    names = [
+        ("row", i) if row.get(METADATA, None) is None else ("group", metadata(row)["group_id"])
+        for i, row in enumerate(rows)
+    ]
+    number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    group = torch.tensor([number[name] for name in names])
     done = gather(DONE)
     log_prob = gather(LOG_PROBS)
     last = torch.zeros(take.numel(), dtype=torch.bool)
@@ -112,6 +119,7 @@ def compress(rows: Sequence[TensorDictBase]) -> TensorDict:
             "action_log_prob": log_prob,
             "policy_version": gather(POLICY_VERSION),
             "response_id": policy.row.reshape(1, -1, 1),
+            "group_id": group[policy.row].reshape(1, -1, 1),
             "position": (torch.arange(take.numel()) - policy.first[policy.row]).reshape(1, -1, 1),
             "next": {
                 "reward": gather(REWARD),

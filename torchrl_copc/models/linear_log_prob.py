@@ -93,3 +93,40 @@ def linear_log_prob(
     if chunk_size is None:
         chunk_size = max(1, _CHUNK_ELEMENTS // weight.shape[0])
     return _LinearLogProb.apply(hidden, weight, target, temperature, chunk_size)
+
+
+@torch.no_grad()
+def score_sq_norm(
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: float = 1.0, chunk_size: int | None = None
+) -> Tensor:
+    """``|p - onehot(target)|^2``: squared norm of the gradient of a token's log-prob in its (tempered) logits.
+
+    Summed over a response it stands in for the squared norm of the gradient in all parameters, which would take a
+    backward pass per response; the proxy is this project's, VCPO (arXiv 2602.17616) uses the full norm.
+
+    Args:
+        hidden: states ``[n, H]``.
+        weight: output matrix ``[V, H]``.
+        target: taken ids ``[n]``.
+        temperature: that of sampling.
+        chunk_size: positions per chunk; defaults to what fits 2**26 logits (256 MiB).
+
+    Returns:
+        ``[n]`` between 0 and 2, without gradient.
+
+    Examples:
+        >>> import torch
+        >>> score_sq_norm(torch.zeros(1, 4), torch.randn(8, 4), torch.tensor([3]))  # (7/8)^2 + 7 (1/8)^2
+        tensor([0.8750])
+    """
+    if chunk_size is None:
+        chunk_size = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    matrix = weight.to(dtype)
+    norm = hidden.new_empty(hidden.shape[0], dtype=dtype)
+    for at in range(0, hidden.shape[0], chunk_size):
+        part = slice(at, at + chunk_size)
+        prob = torch.mm(hidden[part].to(dtype), matrix.t()).div_(temperature).softmax(-1)
+        taken = prob.gather(-1, target[part, None]).squeeze(-1)
+        norm[part] = prob.square_().sum(-1) - 2 * taken + 1
+    return norm

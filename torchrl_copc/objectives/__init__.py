@@ -9,8 +9,12 @@ from torchrl_copc.objectives.methods import (
     AReaLLoss,
     AsyncPPOLoss,
     BRACELoss,
+    DAPOLoss,
+    GRPOLoss,
+    M2POLoss,
     RetraceLoss,
     SAOLoss,
+    VCPOLoss,
     VTraceLoss,
 )
 
@@ -19,9 +23,13 @@ __all__ = [
     "AsyncPPOLoss",
     "BRACELoss",
     "COPCLoss",
+    "DAPOLoss",
+    "GRPOLoss",
+    "M2POLoss",
     "PolicyCriticLoss",
     "RetraceLoss",
     "SAOLoss",
+    "VCPOLoss",
     "VTraceLoss",
     "loss_weights",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import isclass
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torchrl.modules.distributions.utils import has_analytic_entropy, sample_and_log_prob
 from torchrl.objectives.common import LossModule
-from torchrl.objectives.utils import build_value_estimator, default_value_kwargs
+from torchrl.objectives.utils import build_value_estimator, default_value_kwargs, get_value_estimator_entry
 from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_copc.objectives.aggregate import effective_sample_size, masked_mean
@@ -61,6 +61,8 @@ class PolicyCriticLoss(LossModule):
     Keyword Args:
         channel (callable, optional): the policy channel; bind its settings with :func:`functools.partial`. May only be
             left out by subclasses that override :meth:`policy_term`.
+        entries (sequence of str): accepted keys whose entries, ``[*B, T, 1]``, the channel gets by keyword beside
+            ratios and advantage, such as ``"response_id"``. Defaults to those of the class (none).
         gamma (float): discount per step, of the default estimator. Defaults to ``1.0``.
         lmbda (float): trace decay, of the default estimator. Defaults to ``0.95``.
         entropy_bonus (bool): add ``loss_entropy``. Defaults to ``False``.
@@ -136,6 +138,10 @@ class PolicyCriticLoss(LossModule):
             log_prob, entropy: written by actors without ``get_dist``.
             loss_weight: per-token weights with global denominators, optional.
             reward, done, terminated: read under ``"next"`` by the value estimator.
+            response_id, group_id: integers, equal on all tokens of a response and on all responses to one prompt, for
+                channels and estimators that need them.
+            grad_sq_norm: see :class:`~torchrl_copc.value.MinimumVarianceAdvantage`.
+            threshold: of channels that solve one for the whole batch, see :meth:`PolicyCriticLoss.batch_entries`.
         """
 
         advantage: NestedKey = "advantage"
@@ -150,6 +156,10 @@ class PolicyCriticLoss(LossModule):
         reward: NestedKey = "reward"
         done: NestedKey = "done"
         terminated: NestedKey = "terminated"
+        response_id: NestedKey = "response_id"
+        group_id: NestedKey = "group_id"
+        grad_sq_norm: NestedKey = "grad_sq_norm"
+        threshold: NestedKey = "threshold"
 
         def __post_init__(self) -> None:
             if self.sample_log_prob is None:
@@ -159,6 +169,7 @@ class PolicyCriticLoss(LossModule):
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
     default_value_estimator: OffPolicyValueEstimators = OffPolicyValueEstimators.TOKEN_GAE
+    entries: tuple[str, ...] = ()
     _frozen_remedy: ClassVar[str] = ""  # what else to do about a missing learner log-prob
     _schedulable_buffers = frozenset({"entropy_coeff", "critic_coeff", "clip_value"})
 
@@ -178,6 +189,7 @@ class PolicyCriticLoss(LossModule):
         critic_network: TensorDictModuleBase | None = None,
         *,
         channel: PolicyChannel | None = None,
+        entries: Sequence[str] | None = None,
         gamma: float = 1.0,
         lmbda: float = 0.95,
         entropy_bonus: bool = False,
@@ -201,6 +213,13 @@ class PolicyCriticLoss(LossModule):
         self._out_keys: list[NestedKey] | None = None
         self._functional = functional
         super().__init__()
+        if entries is not None:
+            self.entries = tuple(entries)
+        known = self._AcceptedKeys.__dataclass_fields__
+        if unknown := [name for name in self.entries if name not in known]:
+            raise ValueError(
+                f"entries names {unknown[0]!r}, which is not an accepted key: {', '.join(known)}"
+            )
         self._hold_networks(actor_network, critic_network, separate_losses)
         self.channel = channel
         self.gamma, self.lmbda = gamma, lmbda
@@ -226,10 +245,31 @@ class PolicyCriticLoss(LossModule):
         """Whether the policy channel reads the frozen log-ratio; if not, the current one stands in for it."""
         return True
 
-    def policy_term(self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor) -> PolicyTerm:
-        """The policy channel; all arguments are ``[*B, T, F]``, only ``log_ratio`` carries gradient."""
+    def policy_term(
+        self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor, **entries: Tensor
+    ) -> PolicyTerm:
+        """The policy channel; all arguments are ``[*B, T, F]``, only ``log_ratio`` carries gradient.
+
+        ``entries`` are those that :attr:`entries` names.
+        """
         assert self.channel is not None
-        return self.channel(log_ratio, frozen_log_ratio, advantage)
+        return self.channel(log_ratio, frozen_log_ratio, advantage, **entries)
+
+    def batch_entries(self, frozen_log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
+        """Of :attr:`entries`, the ones that are a single number for a whole batch.
+
+        A learner that splits the batch calls this once with the policy tokens of all its parts and ranks, before the
+        first update, and writes the results to every token. An entry still missing in :meth:`forward` is solved from
+        the tokens of that call.
+
+        Args:
+            frozen_log_ratio: of all valid tokens, ``[N]``, nats.
+            advantage: of the same tokens, ``[N]``.
+
+        Returns:
+            Scalars by name.
+        """
+        return {}
 
     def estimator_settings(self) -> dict[str, Any]:
         """Arguments of the default estimator beside ``gamma`` and ``lmbda``."""
@@ -263,23 +303,23 @@ class PolicyCriticLoss(LossModule):
     @property
     def in_keys(self) -> list[NestedKey]:
         if self._in_keys is None:
-            self._set_in_keys()
-        assert self._in_keys is not None
+            keys = self.tensor_keys
+            networks = [net for net in (self.actor_network, self.critic_network) if net is not None]
+            read: list[NestedKey] = [key for net in networks for key in net.in_keys]
+            read += [unravel_key(("next", key)) for key in read]
+            read += [unravel_key(("next", key)) for key in (keys.reward, keys.done, keys.terminated)]
+            read += [keys.action, self._sample_log_prob_key, keys.learner_log_prob]
+            read += [keys.advantage, keys.value_target, keys.value, keys.loss_weight]
+            estimator = self._value_estimator
+            if estimator is None:
+                estimator = get_value_estimator_entry(self.default_value_estimator).cls
+            read += [getattr(keys, name) for name in (*self.entries, *getattr(estimator, "entries", ()))]
+            self._in_keys = list(dict.fromkeys(read))
         return self._in_keys
 
     @in_keys.setter
     def in_keys(self, values: list[NestedKey]) -> None:
         self._in_keys = values
-
-    def _set_in_keys(self) -> None:
-        keys = self.tensor_keys
-        networks = [net for net in (self.actor_network, self.critic_network) if net is not None]
-        read: list[NestedKey] = [key for net in networks for key in net.in_keys]
-        read += [unravel_key(("next", key)) for key in read]
-        read += [unravel_key(("next", key)) for key in (keys.reward, keys.done, keys.terminated)]
-        read += [keys.action, self._sample_log_prob_key, keys.learner_log_prob]
-        read += [keys.advantage, keys.value_target, keys.value, keys.loss_weight]
-        self._in_keys = list(dict.fromkeys(read))
 
     @property
     def out_keys(self) -> list[NestedKey]:
@@ -314,7 +354,7 @@ class PolicyCriticLoss(LossModule):
             self._value_estimator.set_keys(
                 **{name: key for name, key in vars(self.tensor_keys).items() if name in accepted}
             )
-        self._set_in_keys()
+        self._in_keys = None
 
     def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> Self:
         """Choose the advantage channel.
@@ -404,7 +444,10 @@ class PolicyCriticLoss(LossModule):
         if self.reads_frozen:
             frozen = self._required(data, keys.learner_log_prob, advantage) - behaviour
             check_finite(frozen, (self._sample_log_prob_key, keys.learner_log_prob))
-        term, kept = self.policy_term(log_ratio, frozen, advantage)
+        if valid is not None:  # a channel may add up the tokens of a response
+            log_ratio, frozen = (torch.where(valid, x, 0.0) for x in (log_ratio, frozen))
+        entries = self._channel_entries(data, valid, frozen, advantage)
+        term, kept = self.policy_term(log_ratio, frozen, advantage, **entries)
         reduce = self._reducer(data, valid, advantage)
         out = TensorDict({"loss_objective": reduce(term)})
         if self.entropy_bonus:
@@ -413,6 +456,23 @@ class PolicyCriticLoss(LossModule):
             out.set("entropy", masked_mean(entropy.detach(), valid))
         out.update(self._actor_metrics(log_ratio.detach(), frozen, kept, valid))
         return out
+
+    def _channel_entries(
+        self, data: TensorDictBase, valid: Tensor | None, frozen: Tensor, advantage: Tensor
+    ) -> dict[str, Tensor]:
+        entries = {name: data.get(getattr(self.tensor_keys, name), None) for name in self.entries}
+        if any(entry is None for entry in entries.values()):
+            tokens = [x if valid is None else x[valid.expand_as(x)] for x in (frozen, advantage)]
+            for name, number in self.batch_entries(*(x.flatten() for x in tokens)).items():
+                if entries[name] is None:
+                    entries[name] = number.to(frozen).expand_as(frozen)
+        for name, entry in entries.items():
+            if entry is None:
+                raise KeyError(
+                    f"the policy channel needs {getattr(self.tensor_keys, name)!r} in the data; set_keys({name}=...) "
+                    "renames it"
+                )
+        return {name: align(entry, advantage, name) for name, entry in entries.items()}
 
     def _actor_metrics(
         self, log_ratio: Tensor, frozen: Tensor, kept: Tensor, valid: Tensor | None

@@ -184,7 +184,9 @@ class COPCLoss(PolicyCriticLoss):
     def reads_frozen(self) -> bool:
         return self.mask_from == "frozen"
 
-    def policy_term(self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor) -> PolicyTerm:
+    def policy_term(
+        self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor, **entries: Tensor
+    ) -> PolicyTerm:
         return ratio_mask(
             log_ratio,
             frozen_log_ratio,

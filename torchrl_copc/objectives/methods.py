@@ -28,12 +28,19 @@ Examples:
     ...     loss = method(actor, critic)
     ...     losses = loss(data)
     ...     (losses["loss_objective"] + losses["loss_critic"]).backward()
+    >>> data["group_id"] = torch.zeros(4, 5, 1, dtype=torch.long)  # the same prompt four times
+    >>> data["response_id"] = torch.arange(4).view(4, 1, 1).expand(4, 5, 1)
+    >>> data["grad_sq_norm"] = torch.ones(4, 5, 1)
+    >>> for method in (GRPOLoss, DAPOLoss, M2POLoss, VCPOLoss):
+    ...     loss = method(actor)
+    ...     loss(data.exclude("advantage"))["loss_objective"].backward()
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
+import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
@@ -42,8 +49,15 @@ from torchrl_copc.objectives.policy import (
     PolicyTerm,
     clipped_surrogate,
     decoupled_clip,
+    sequence_ratio,
     truncated_weight,
     two_sided_mask,
+)
+from torchrl_copc.objectives.second_moment import (
+    capped_second_moment_threshold,
+    second_moment_clip,
+    second_moment_mask,
+    second_moment_threshold,
 )
 from torchrl_copc.value.estimator import OffPolicyValueEstimators
 
@@ -67,7 +81,9 @@ class _ClippedSurrogateLoss(PolicyCriticLoss):
     def reads_frozen(self) -> bool:
         return False
 
-    def policy_term(self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor) -> PolicyTerm:
+    def policy_term(
+        self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor, **entries: Tensor
+    ) -> PolicyTerm:
         return clipped_surrogate(
             log_ratio, frozen_log_ratio, advantage, eps_low=self.eps_low, eps_high=self.eps_high
         )
@@ -148,7 +164,9 @@ class SAOLoss(PolicyCriticLoss):
     def reads_frozen(self) -> bool:
         return False
 
-    def policy_term(self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor) -> PolicyTerm:
+    def policy_term(
+        self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor, **entries: Tensor
+    ) -> PolicyTerm:
         return two_sided_mask(
             log_ratio, frozen_log_ratio, advantage, eps_low=self.eps_low, eps_high=self.eps_high
         )
@@ -191,7 +209,9 @@ class AReaLLoss(PolicyCriticLoss):
         super().__init__(actor_network, critic_network, lmbda=lmbda, **kwargs)
         self.eps_low, self.eps_high, self.weight_cap = eps_low, eps_high, weight_cap
 
-    def policy_term(self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor) -> PolicyTerm:
+    def policy_term(
+        self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor, **entries: Tensor
+    ) -> PolicyTerm:
         return decoupled_clip(
             log_ratio,
             frozen_log_ratio,
@@ -239,7 +259,9 @@ class VTraceLoss(PolicyCriticLoss):
         self.policy_threshold = policy_threshold
         self.rho_threshold, self.c_threshold = rho_threshold, c_threshold
 
-    def policy_term(self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor) -> PolicyTerm:
+    def policy_term(
+        self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor, **entries: Tensor
+    ) -> PolicyTerm:
         return truncated_weight(log_ratio, frozen_log_ratio, advantage, threshold=self.policy_threshold)
 
     def estimator_settings(self) -> dict[str, Any]:
@@ -308,3 +330,158 @@ class RetraceLoss(_ClippedSurrogateLoss):
     """
 
     default_value_estimator = OffPolicyValueEstimators.RETRACE
+
+
+class GRPOLoss(_ClippedSurrogateLoss):
+    """GRPO without its KL term: the clipped surrogate on group-relative advantages, without a critic.
+
+    :class:`~torchrl_copc.value.GroupRelativeAdvantage` is the estimator; it reads ``group_id``. Source: GRPO (arXiv
+    2402.03300).
+
+    Args:
+        actor_network (TensorDictModule): see :class:`~torchrl_copc.objectives.PolicyCriticLoss`.
+        critic_network (TensorDictModule, optional): trained on the returns when given; the advantages do not use it.
+
+    Keyword Args:
+        eps_low (float): width of the clip below 1. Defaults to ``0.2``.
+        eps_high (float): width of the clip above 1. Defaults to ``0.2``.
+        **kwargs: of :class:`~torchrl_copc.objectives.PolicyCriticLoss`.
+
+    Examples:
+        >>> loss = GRPOLoss(actor)  # doctest: +SKIP
+    """
+
+    default_value_estimator = OffPolicyValueEstimators.GROUP_RELATIVE
+
+
+class DAPOLoss(GRPOLoss):
+    """DAPO's loss: GRPO with clip-higher.
+
+    The rest of DAPO is not a matter of the loss: the mean over all tokens (``loss_weight``, or the default reduction
+    on packed data) and dynamic sampling (``collector.dynamic_sampling`` in a training run). Overlong reward shaping is
+    left out. Source: DAPO (arXiv 2503.14476).
+
+    Args:
+        actor_network (TensorDictModule): see :class:`GRPOLoss`.
+        critic_network (TensorDictModule, optional): see there.
+
+    Keyword Args:
+        eps_low (float): width of the clip below 1. Defaults to ``0.2``.
+        eps_high (float): width of the clip above 1. Defaults to ``0.28``.
+        **kwargs: of :class:`~torchrl_copc.objectives.PolicyCriticLoss`.
+
+    Examples:
+        >>> loss = DAPOLoss(actor)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        critic_network: TensorDictModuleBase | None = None,
+        *,
+        eps_low: float = 0.2,
+        eps_high: float = 0.28,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor_network, critic_network, eps_low=eps_low, eps_high=eps_high, **kwargs)
+
+
+SecondMomentVariant = Literal["paper", "code"]
+
+
+class M2POLoss(PolicyCriticLoss):
+    """M2PO: a bound on the second moment of the log-ratios, solved once per batch; group-relative advantages.
+
+    ``variant="paper"`` drops tokens (:func:`~torchrl_copc.objectives.second_moment.second_moment_mask`); ``"code"``
+    clips, as the released code does (:func:`~torchrl_copc.objectives.second_moment.second_moment_clip`). The
+    ``threshold`` is read from the data when it is there (see
+    :meth:`~torchrl_copc.objectives.PolicyCriticLoss.batch_entries`), else solved from the tokens of the call. Source:
+    M2PO (arXiv 2510.01161).
+
+    Args:
+        actor_network (TensorDictModule): see :class:`GRPOLoss`.
+        critic_network (TensorDictModule, optional): see there.
+
+    Keyword Args:
+        variant (str): ``"paper"`` or ``"code"``. Defaults to ``"paper"``.
+        limit (float): largest mean of the squared log-ratios of eligible tokens, nats squared. Defaults to ``0.04``.
+        **kwargs: of :class:`~torchrl_copc.objectives.PolicyCriticLoss`.
+
+    Raises:
+        ValueError: for an unknown variant.
+
+    Examples:
+        >>> loss = M2POLoss(actor, variant="code")  # doctest: +SKIP
+    """
+
+    default_value_estimator = OffPolicyValueEstimators.GROUP_RELATIVE
+    entries = ("threshold",)
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        critic_network: TensorDictModuleBase | None = None,
+        *,
+        variant: SecondMomentVariant = "paper",
+        limit: float = 0.04,
+        **kwargs: Any,
+    ) -> None:
+        if variant not in get_args(SecondMomentVariant):
+            raise ValueError(
+                f"variant must be one of {', '.join(get_args(SecondMomentVariant))}, got {variant!r}"
+            )
+        super().__init__(actor_network, critic_network, **kwargs)
+        self.variant: SecondMomentVariant = variant
+        self.limit = limit
+
+    def batch_entries(self, frozen_log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
+        solve = second_moment_threshold if self.variant == "paper" else capped_second_moment_threshold
+        threshold = solve(frozen_log_ratio, advantage, limit=self.limit)
+        # float64: tokens are compared with the log-ratio of one of them
+        return {"threshold": torch.tensor(threshold, dtype=torch.float64, device=advantage.device)}
+
+    def policy_term(
+        self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor, **entries: Tensor
+    ) -> PolicyTerm:
+        channel = second_moment_mask if self.variant == "paper" else second_moment_clip
+        return channel(log_ratio, frozen_log_ratio, advantage, **entries)
+
+
+class VCPOLoss(PolicyCriticLoss):
+    """VCPO: one truncated ratio per response, and the baseline of least variance.
+
+    :func:`~torchrl_copc.objectives.policy.sequence_ratio` and :class:`~torchrl_copc.value.MinimumVarianceAdvantage`;
+    the data holds ``response_id``, ``group_id`` and ``grad_sq_norm``, and all tokens of a response are in one call. The
+    method's step size is not a matter of the loss (``learner.ess_base`` in a training run). Source: VCPO (arXiv
+    2602.17616).
+
+    Args:
+        actor_network (TensorDictModule): see :class:`GRPOLoss`.
+        critic_network (TensorDictModule, optional): see there.
+
+    Keyword Args:
+        threshold (float): largest ratio of a response. Defaults to ``8.0``.
+        **kwargs: of :class:`~torchrl_copc.objectives.PolicyCriticLoss`.
+
+    Examples:
+        >>> loss = VCPOLoss(actor)  # doctest: +SKIP
+    """
+
+    default_value_estimator = OffPolicyValueEstimators.MINIMUM_VARIANCE
+    entries = ("response_id",)
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        critic_network: TensorDictModuleBase | None = None,
+        *,
+        threshold: float = 8.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor_network, critic_network, **kwargs)
+        self.threshold = threshold
+
+    def policy_term(
+        self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor, **entries: Tensor
+    ) -> PolicyTerm:
+        return sequence_ratio(log_ratio, frozen_log_ratio, advantage, **entries, threshold=self.threshold)

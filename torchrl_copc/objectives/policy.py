@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,9 @@ class PolicyTerm(NamedTuple):
     kept: Tensor
 
 
-PolicyChannel = Callable[[Tensor, Tensor, Tensor], PolicyTerm]
-"""Called with ``log_ratio`` (carries gradient), ``frozen_log_ratio`` and ``advantage``, all ``[*B, T, 1]``."""
+PolicyChannel = Callable[..., PolicyTerm]
+"""Called with ``log_ratio`` (carries gradient), ``frozen_log_ratio`` and ``advantage``, all ``[*B, T, 1]``, and by
+keyword with the entries that the loss passes on."""
 
 
 def ratio_mask(
@@ -106,7 +107,31 @@ def clipped_surrogate(
         >>> clipped_surrogate(log_ratio, log_ratio, torch.tensor([1.0, 1.0, -1.0]))
         PolicyTerm(term=tensor([-1.0000, -1.2000,  2.7183]), kept=tensor([ True, False,  True]))
     """
-    low, high = log_ratio_bounds(1.0, eps_low, eps_high)
+    return surrogate_between(log_ratio, advantage, *log_ratio_bounds(1.0, eps_low, eps_high))
+
+
+def surrogate_between(
+    log_ratio: Tensor,  # [*B, T, 1], carries gradient
+    advantage: Tensor,  # [*B, T, 1]
+    low: Any,  # number or tensor that broadcasts, nats
+    high: Any,  # the same
+) -> PolicyTerm:
+    """:func:`clipped_surrogate` with the ends of the interval given as log-ratios, which may differ by token.
+
+    Args:
+        log_ratio: current log-prob minus behaviour log-prob, nats.
+        advantage: reward units.
+        low, high: ends of the interval, nats; both numbers or both tensors.
+
+    Returns:
+        The per-token term, constant where clipping is active, and where it is not.
+
+    Examples:
+        >>> import torch
+        >>> log_ratio, end = torch.tensor([1.0, 1.0]), torch.tensor([0.5, 2.0])
+        >>> surrogate_between(log_ratio, torch.ones(2), -end, end).kept
+        tensor([False,  True])
+    """
     # "not outside" keeps a NaN, see `ratio_mask`
     kept = ~torch.where(advantage < 0, log_ratio < low, log_ratio > high)
     bound = log_ratio.detach().clamp(low, high).exp()

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_copc.objectives.policy import PolicyTerm, clipped_surrogate
+from torchrl_copc.objectives.policy import PolicyTerm, surrogate_between
 
 
 def _eligible(log_ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def second_moment_mask(
     frozen_log_ratio: Tensor,  # [*B, T, 1]
     advantage: Tensor,  # [*B, T, 1]
     *,
-    threshold: float,
+    threshold: float | Tensor,
 ) -> PolicyTerm:
     """M2PO as in the paper: ``-M_t * r_t * A_t``; ``M_t`` drops eligible tokens with ``|log rho_t| >= threshold``.
 
@@ -60,7 +60,7 @@ def second_moment_mask(
         log_ratio: current log-prob minus behaviour log-prob, nats.
         frozen_log_ratio: the same of the learner before the update, nats; decides the mask.
         advantage: reward units.
-        threshold: from :func:`second_moment_threshold`, nats.
+        threshold: from :func:`second_moment_threshold`, nats; a number, or a tensor that broadcasts.
 
     Returns:
         The per-token term, 0 where masked, and the mask.
@@ -113,7 +113,7 @@ def second_moment_clip(
     frozen_log_ratio: Tensor,  # [*B, T, 1], not read
     advantage: Tensor,  # [*B, T, 1]
     *,
-    threshold: float,
+    threshold: float | Tensor,
     least_low: float = 0.3,
     least_high: float = 0.5,
 ) -> PolicyTerm:
@@ -123,7 +123,8 @@ def second_moment_clip(
         log_ratio: current log-prob minus behaviour log-prob, nats.
         frozen_log_ratio: not read; channels share one signature.
         advantage: reward units.
-        threshold: ``tau`` from :func:`capped_second_moment_threshold`, nats.
+        threshold: ``tau`` from :func:`capped_second_moment_threshold`, at least 0, nats; a number, or a tensor that
+            broadcasts.
         least_low, least_high: the clip is never closer to 1 than this.
 
     Returns:
@@ -135,8 +136,9 @@ def second_moment_clip(
         >>> second_moment_clip(log_ratio, log_ratio, torch.ones(2), threshold=0.6)
         PolicyTerm(term=tensor([-1.3499, -1.8221]), kept=tensor([ True, False]))
     """
-    if not threshold >= 0:
-        raise ValueError(f"threshold must be at least 0, got {threshold}")
-    eps_low = max(-math.expm1(-threshold), least_low)
-    eps_high = max(math.expm1(threshold) if threshold < 700 else math.inf, least_high)
-    return clipped_surrogate(log_ratio, frozen_log_ratio, advantage, eps_low=eps_low, eps_high=eps_high)
+    tau = torch.as_tensor(threshold, dtype=log_ratio.dtype, device=log_ratio.device)
+    if not bool((tau >= 0).all()):
+        raise ValueError(f"threshold must be at least 0, got {float(tau.min())}")
+    # log(1 - max(1 - e^-tau, least_low)) = -max(tau, -log(1 - least_low)), and alike above
+    low, high = tau.clamp_min(-math.log1p(-least_low)), tau.clamp_min(math.log1p(least_high))
+    return surrogate_between(log_ratio, advantage, -low, high)

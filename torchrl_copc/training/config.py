@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ class MethodConfig:
     """A method is a pair of channels. ``loss`` and ``value_estimator`` are Hydra targets, completed by the trainer."""
 
     name: str = MISSING
+    critic: bool = True  # False: no critic is built; advantages compare the responses to one prompt
     loss: dict[str, Any] = field(default_factory=dict)  # called with actor_network and critic_network
     value_estimator: dict[str, Any] = field(default_factory=dict)  # called with value_network=None
 
@@ -68,6 +70,9 @@ class CollectorConfig:
     row_deadline: float = 600.0  # seconds an episode may run
     on_deadline: str = "cut"  # "cut" (the row is truncated) or "requeue" (its prompt starts again)
     temperature: float = 1.0
+    dynamic_sampling: bool = (
+        False  # DAPO's: groups whose responses all got the same reward make room for others
+    )
 
 
 @dataclass
@@ -196,6 +201,18 @@ def check(cfg: TrainConfig) -> None:
             f"collector.batch_rows={c.batch_rows} is not a multiple of collector.group_size={c.group_size}: rows of "
             "one group are consumed together"
         )
+    if c.group_size == 1 and (c.dynamic_sampling or not cfg.method.critic):
+        why = "collector.dynamic_sampling=true" if c.dynamic_sampling else f"method={cfg.method.name}"
+        raise ConfigError(
+            f"collector.group_size=1 with {why}, which compares the responses to one prompt; set collector.group_size "
+            "to 2 or more"
+        )
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if c.batch_rows // c.group_size < ranks:
+        raise ConfigError(
+            f"collector.batch_rows={c.batch_rows} makes {c.batch_rows // c.group_size} groups of "
+            f"collector.group_size={c.group_size}, and {ranks} ranks need one each; raise collector.batch_rows"
+        )
     if c.lag > c.max_staleness:
         raise ConfigError(
             f"collector.lag={c.lag} holds the engine further back than collector.max_staleness={c.max_staleness} "
@@ -208,7 +225,6 @@ def check(cfg: TrainConfig) -> None:
         )
     if c.on_deadline not in ("cut", "requeue"):
         raise ConfigError(f"collector.on_deadline={c.on_deadline!r}: choose 'cut' or 'requeue'")
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
     if c.batch_rows < ranks * cfg.learner.minibatches_per_batch:
         raise ConfigError(
             f"collector.batch_rows={c.batch_rows} is too few for {ranks} ranks with "
@@ -228,3 +244,4 @@ def check(cfg: TrainConfig) -> None:
 
 
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+OmegaConf.register_new_resolver("times", lambda *factors: math.prod(map(float, factors)), replace=True)

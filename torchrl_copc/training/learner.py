@@ -2,8 +2,8 @@
 
     rows (this rank's) ─ micro-batches ─> frozen pass, no gradient: learner log-probs, values
         ─ compress to policy tokens [1, N] ─> value estimator (advantage channel) ─> whitening over the global
-        batch ─ loss_weight from counts over all ranks ─> per minibatch: K critic updates, then one actor
-        update
+        batch ─ loss_weight from counts over all ranks ─ diagnostics ─> per minibatch: K critic updates, then one
+        actor update
             (loss module per micro-batch, backward ─> clip ─> finite gate ─> AdamW)
 
 Every rank makes the same sequence of collectives: ranks with fewer micro-batches run empty ones at the end,
@@ -21,26 +21,35 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torchrl import torchrl_logger
-from torchrl.objectives.common import LossModule
 from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_copc.models.causal_lm import CausalLMActor, CausalLMCritic
 from torchrl_copc.models.layout import Layout, compress, micro_batches
-from torchrl_copc.objectives.aggregate import Aggregation, loss_weights
+from torchrl_copc.objectives.aggregate import Aggregation, effective_sample_size, loss_weights
+from torchrl_copc.objectives.base import PolicyCriticLoss
+from torchrl_copc.objectives.diagnostics import batch_contents, batch_diagnostics
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Metrics of loss modules that are not means over tokens, or that `_diagnostics` has for the frozen learner.
-_NOT_AVERAGED = {"ESS", "explained_variance", "kl_approx", "kl_k3"}
+# Metrics of loss modules that the diagnostics have for the learner before the update.
+_IN_DIAGNOSTICS = {
+    "ESS",
+    "clip_fraction_high",
+    "clip_fraction_low",
+    "explained_variance",
+    "kl_approx",
+    "kl_k3",
+}
 
 # The other ranks wait in a collective while rank 0 samples or evaluates, which may take hours. It need not be
 # shorter to notice a dead rank: torchrun ends the whole group then.
@@ -65,9 +74,11 @@ class _Batch:
     means: dict[str, list[float]]  # this rank's [sum over tokens, tokens] of the loss module's metrics
 
     def add_means(self, out: dict[str, Tensor], tokens: int) -> None:
-        for key in out.keys() - _NOT_AVERAGED:
+        for key in out.keys() - _IN_DIAGNOSTICS:
             if not key.startswith("loss_"):
-                mean = self.means.setdefault(key, [0.0, 0.0])
+                # the ratios move from minibatch to minibatch, and with them what a channel keeps
+                name = "kept_fraction_current" if key == "kept_fraction" else key
+                mean = self.means.setdefault(name, [0.0, 0.0])
                 mean[0] += float(out[key]) * tokens
                 mean[1] += tokens
 
@@ -113,7 +124,10 @@ class LearnerConfig:
     whiten_advantage: bool = True  # standardise over all policy tokens of the global batch
     minibatches_per_batch: int = 1  # actor updates per batch
     critic_updates: int = 1  # critic updates per actor update
-    critic_warmup_batches: int = 0  # first batches in which only the critic is trained
+    critic_warmup_batches: int = 0  # first batches in which only the critic, if any, is trained
+    # VCPO's step size: the actor's lr times sqrt(min(1, ess/ess_base)), with the effective sample size of the batch's
+    # responses as a fraction of their number, from their whole ratios. None = off.
+    ess_base: float | None = None
     param_dtype: str = "float32"  # of the passes, or "bfloat16"; master weights and heads stay float32
     on_nonfinite: str = "stop"  # or "skip": leave the update out; either way the batch is written to a file
     # The frozen pass serves as the forward pass of the first update of both networks. Exact, and about a fifth of
@@ -143,6 +157,8 @@ class LearnerConfig:
             if getattr(self, key) not in accepted:
                 choices = ", ".join(accepted)
                 raise ValueError(f"learner.{key} must be one of {choices}, got {getattr(self, key)!r}")
+        if self.ess_base is not None and not 0 < self.ess_base <= 1:
+            raise ValueError(f"learner.ess_base must be in (0, 1], got {self.ess_base}")
 
 
 def start_process_group(device: str = "auto") -> torch.device:
@@ -185,7 +201,7 @@ class _Network:
         dtype: torch.dtype,
     ) -> None:
         self.module: Any = module
-        self.config, self.updates = config, 0
+        self.config, self.updates, self.lr_scale = config, 0, 1.0
         self.net: Any = module.net
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
@@ -216,7 +232,8 @@ class _Network:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        return self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_updates))
+        warm = min(1.0, (self.updates + 1) / max(1, self.config.warmup_updates))
+        return self.config.lr * warm * self.lr_scale
 
     def grad_norm(self) -> float:
         """L2 norm of the gradient over all ranks; the same number on every rank."""
@@ -243,14 +260,13 @@ class _Network:
 
 
 class Learner:
-    """Trains an actor and a critic on batches of rows; every rank makes the same calls.
+    """Trains an actor, and a critic unless the method has none, on batches of rows; every rank makes the same calls.
 
     Args:
         config: settings.
         actor: language-model actor, not yet sharded.
-        critic: language-model critic, not yet sharded.
-        loss: policy channel, built on the same ``actor`` and ``critic`` with ``functional=False``; it has
-            ``actor_loss(td)`` and ``critic_loss(td)`` (:class:`~torchrl_copc.objectives.COPCLoss`).
+        critic: language-model critic, not yet sharded; ``None`` for a critic-free method.
+        loss: policy channel, built on the same ``actor`` and ``critic`` with ``functional=False``.
         value_estimator: advantage channel, built with ``value_network=None``.
         dump_dir: where batches with non-finite numbers are written.
 
@@ -260,14 +276,15 @@ class Learner:
 
     Raises:
         TypeError: if a trunk has no ``layers``.
+        ValueError: if there is no critic and the value estimator needs values.
     """
 
     def __init__(
         self,
         config: LearnerConfig,
         actor: CausalLMActor,
-        critic: CausalLMCritic,
-        loss: LossModule,
+        critic: CausalLMCritic | None,
+        loss: PolicyCriticLoss,
         value_estimator: ValueEstimatorBase,
         dump_dir: str | Path = "nonfinite",
     ) -> None:
@@ -278,8 +295,13 @@ class Learner:
         torch.manual_seed(config.seed)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         dtype = _DTYPES[config.param_dtype]
+        if critic is None and getattr(value_estimator, "needs_value", True):
+            raise ValueError(
+                f"{type(value_estimator).__name__} needs values and there is no critic: set method.critic=true, or "
+                "choose a critic-free method.value_estimator"
+            )
         self.actor = _Network(actor, config.actor, mesh, dtype)
-        self.critic = _Network(critic, config.critic, mesh, dtype)
+        self.critic = None if critic is None else _Network(critic, config.critic, mesh, dtype)
         for name, buffer in loss.named_buffers(recurse=False):
             setattr(loss, name, buffer.to(self.device))
         self.version = 0
@@ -307,7 +329,7 @@ class Learner:
         start = perf_counter()
         if version is not None:
             self.version = version
-        self._times = dict.fromkeys(("frozen", "forward", "backward", "optimizer"), 0.0)
+        self._times = dict.fromkeys(("frozen", "diagnostics", "forward", "backward", "optimizer"), 0.0)
         fewest = int(-self._reduce([-len(rows)], dist.ReduceOp.MAX)[0])
         if fewest < self.config.minibatches_per_batch:
             raise ValueError(
@@ -327,24 +349,35 @@ class Learner:
 
     def _update(self, rows: list[TensorDictBase]) -> dict[str, float]:
         packed = compress(rows).to(self.device)
-        metrics = {"nonfinite_updates": 0.0} | self._contents(packed) | self._staleness(packed)
+        with self._timed("diagnostics"):
+            contents = batch_contents(packed, version=self.version).reduced(self._all_reduce).metrics()
+        metrics = {"nonfinite_updates": 0.0} | contents
         batch = _Batch(rows, packed, self._minibatches(rows), metrics, losses={}, kept={}, means={})
-        train_actor = self.version >= self.config.critic_warmup_batches
+        train_actor = self.critic is None or self.version >= self.config.critic_warmup_batches
         with self._timed("frozen"):
-            self._frozen_pass(batch, train_actor)
-            frozen = ("learner_log_prob", "state_value", ("next", "state_value"))
-            finite = all(bool(packed.get(key).isfinite().all()) for key in frozen)
+            written = self._frozen_pass(batch, train_actor)
+            finite = all(bool(packed.get(key).isfinite().all()) for key in written)
         if self._any(not finite):
             self._nonfinite("a log-prob or value of the frozen pass", batch)
             return metrics
         self.value_estimator(packed)
-        metrics |= self._diagnostics(packed)
+        advantage = packed["advantage"]
         if self.config.whiten_advantage:
             self._whiten(packed)
+        self._set_batch_entries(packed)
         self._set_loss_weights(batch)
+        with self._timed("diagnostics"):
+            moments = batch_diagnostics(
+                packed, self.loss, self.value_estimator, version=self.version, advantage=advantage
+            )
+            metrics |= moments.reduced(self._all_reduce).metrics()
+        if self.config.ess_base is not None:
+            metrics["response_ESS"] = ess = self._response_ess(packed)
+            self.actor.lr_scale = math.sqrt(min(1.0, ess / self.config.ess_base))
         for minibatch in batch.minibatches:
-            for _ in range(self.config.critic_updates):
-                self._step("critic", self.critic, self.loss.critic_loss, minibatch, batch)
+            if self.critic is not None:
+                for _ in range(self.config.critic_updates):
+                    self._step("critic", self.critic, self.loss.critic_loss, minibatch, batch)
             if train_actor:
                 self._step("actor", self.actor, self.loss.actor_loss, minibatch, batch)
         metrics |= {f"loss_{name}": sum(losses) / len(losses) for name, losses in batch.losses.items()}
@@ -376,34 +409,65 @@ class Learner:
         most = self._reduce([len(part) for part in minibatches], dist.ReduceOp.MAX).tolist()
         return [part + [None] * (int(n) - len(part)) for part, n in zip(minibatches, most, strict=True)]
 
-    def _frozen_pass(self, whole: _Batch, train_actor: bool) -> None:
-        """Write learner log-probs, values and next values, as they are before any update."""
+    def _frozen_pass(self, whole: _Batch, train_actor: bool) -> list[NestedKey]:
+        """Write learner log-probs, values and next values, as they are before any update; the keys written."""
         packed = whole.packed
-        log_prob, value = (torch.zeros(packed.shape[1], device=self.device) for _ in range(2))
+        log_prob, value, score = (torch.zeros(packed.shape[1], device=self.device) for _ in range(3))
         final_value = torch.zeros(len(whole.rows), device=self.device)
+        with_score = "grad_sq_norm" in getattr(self.value_estimator, "entries", ())
+        self.actor.module.with_score = with_score
         with self._frozen():
             for number, minibatch in enumerate(whole.minibatches):
                 keep = self.config.keep_activations and number == 0
                 for batch in minibatch:
                     lm = TensorDict({"lm": self._idle() if batch is None else batch})
                     with torch.set_grad_enabled(keep and train_actor):
-                        actor_out = self.actor.module(lm.copy()).select(*self.actor.module.out_keys)
-                    with torch.set_grad_enabled(keep):
-                        critic_out = self.critic.module(lm.copy()).select(*self.critic.module.out_keys)
-                    if keep:
-                        whole.kept.setdefault("critic", []).append(critic_out)
-                        if train_actor:
-                            whole.kept.setdefault("actor", []).append(actor_out)
+                        out = self.actor.module(lm.copy())
+                    if keep and train_actor:
+                        whole.kept.setdefault("actor", []).append(out.select(*self.actor.module.out_keys))
                     if batch is not None:
-                        log_prob[batch["token_index"]] = actor_out["log_prob"].detach().flatten()
-                        value[batch["token_index"]] = critic_out["state_value"].detach().flatten()
-                        final_value[batch["row_index"]] = critic_out["final_value"].detach()
-        done, truncated = packed["next", "done"].flatten(), packed["next", "truncated"].flatten()
-        at_end = torch.where(truncated, final_value[packed["response_id"].flatten()], 0.0)
-        next_value = torch.where(done, at_end, value.roll(-1))
-        packed["learner_log_prob"] = log_prob.reshape(1, -1, 1)
-        packed["state_value"] = value.reshape(1, -1, 1)
-        packed["next", "state_value"] = next_value.reshape(1, -1, 1)
+                        log_prob[batch["token_index"]] = out["log_prob"].detach().flatten()
+                        if with_score:
+                            score[batch["token_index"]] = out["score_sq_norm"].flatten()
+                    if self.critic is None:
+                        continue
+                    with torch.set_grad_enabled(keep):
+                        out = self.critic.module(lm.copy()).select(*self.critic.module.out_keys)
+                    if keep:
+                        whole.kept.setdefault("critic", []).append(out)
+                    if batch is not None:
+                        value[batch["token_index"]] = out["state_value"].detach().flatten()
+                        final_value[batch["row_index"]] = out["final_value"].detach()
+        self.actor.module.with_score = False
+        response = packed["response_id"].flatten()
+        written: dict[NestedKey, Tensor] = {"learner_log_prob": log_prob}
+        if with_score:
+            written["grad_sq_norm"] = torch.zeros_like(final_value).index_add(0, response, score)[response]
+        if self.critic is not None:
+            done, truncated = packed["next", "done"].flatten(), packed["next", "truncated"].flatten()
+            at_end = torch.where(truncated, final_value[response], 0.0)
+            written["state_value"] = value
+            written["next", "state_value"] = torch.where(done, at_end, value.roll(-1))
+        for key, x in written.items():
+            packed[key] = x.reshape(1, -1, 1)
+        return list(written)
+
+    def _set_batch_entries(self, packed: TensorDict) -> None:
+        """What a policy channel solves once from the policy tokens of all ranks, such as M2PO's threshold."""
+        missing = [name for name in self.loss.entries if packed.get(name, None) is None]
+        if not missing:
+            return
+        log_ratio = packed["learner_log_prob"] - packed["action_log_prob"]
+        tokens = (self._gather(x.flatten()) for x in (log_ratio, packed["advantage"]))
+        for name, number in self.loss.batch_entries(*tokens).items():
+            packed[name] = number.to(log_ratio).expand_as(log_ratio).clone()
+
+    def _response_ess(self, packed: TensorDict) -> float:
+        """``(sum w)^2 / (n sum w^2)`` over the responses of the global batch, ``w`` their whole frozen ratio."""
+        response = packed["response_id"].flatten()
+        total = torch.zeros(int(response.max()) + 1, dtype=torch.float64, device=self.device)
+        log_ratio = (packed["learner_log_prob"] - packed["action_log_prob"]).double().flatten()
+        return float(effective_sample_size(self._gather(total.index_add(0, response, log_ratio))))
 
     def _set_loss_weights(self, batch: _Batch) -> None:
         """Count denominators per minibatch, over all ranks and micro-batches, before the first backward."""
@@ -538,74 +602,28 @@ class Learner:
                 scores.append(log_prob.tolist())
         return scores
 
+    @property
+    def networks(self) -> dict[str, _Network]:
+        """The actor, and the critic unless the method has none."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
     def state_dict(self) -> dict[str, Any]:
-        """Sharded tensors of both networks and optimizers; loading into them in place restores them."""
-        return {"actor": self.actor.state_dict(), "critic": self.critic.state_dict()}
+        """Sharded tensors of the networks and their optimizers; loading into them in place restores them."""
+        return {name: network.state_dict() for name, network in self.networks.items()}
 
     def counters(self) -> dict[str, int]:
         """The numbers a checkpoint must hold beside :meth:`state_dict`."""
         return {
             "version": self.version,
             "nonfinite_updates": self.nonfinite_updates,
-            "actor_updates": self.actor.updates,
-            "critic_updates": self.critic.updates,
+            **{f"{name}_updates": network.updates for name, network in self.networks.items()},
         }
 
     def load_counters(self, counters: dict[str, int]) -> None:
         """Restore what :meth:`counters` returned."""
         self.version, self.nonfinite_updates = counters["version"], counters["nonfinite_updates"]
-        self.actor.updates, self.critic.updates = counters["actor_updates"], counters["critic_updates"]
-
-    # metrics
-
-    def _contents(self, packed: TensorDict) -> dict[str, float]:
-        """How much is in the global batch; needs nothing of the networks."""
-        sums = [packed.numel(), packed["next", "done"].sum(), packed["next", "reward"].double().sum()]
-        tokens, responses, reward = self._reduce(sums, dist.ReduceOp.SUM).tolist()
-        return {"tokens": tokens, "responses": responses, "reward": reward / responses}
-
-    def _diagnostics(self, packed: TensorDict) -> dict[str, float]:
-        """Metrics of frozen quantities over all policy tokens of the global batch."""
-        log_ratio = (packed["learner_log_prob"] - packed["action_log_prob"]).double().flatten()
-        ratio = log_ratio.exp()
-        value, target = packed["state_value"].double(), packed["value_target"].double()
-        advantage, error = packed["advantage"].double(), target - value
-        sums = [log_ratio.numel()]
-        for x in (log_ratio, ratio, target, error, advantage):
-            sums += [x.sum(), x.square().sum()]
-        sums += [(ratio - 1 - log_ratio).sum(), value.sum()]
-        largest = self._reduce([error.abs().max()], dist.ReduceOp.MAX)
-        n, *moments = self._reduce(sums, dist.ReduceOp.SUM).tolist()
-        d, d2, r, r2, g, g2, e, e2, a, a2, k3, v = (m / n for m in moments)
-
-        def std(mean: float, square: float) -> float:
-            return math.sqrt(max(square - mean * mean, 0.0))
-
-        return {
-            "ESS": r * r / r2 if r2 else 0.0,
-            "kl_k1": -d,
-            "kl_k3": k3,
-            "log_ratio_mean": d,
-            "log_ratio_std": std(d, d2),
-            "value_mean": v,
-            "value_target_mean": g,
-            "explained_variance": 1.0 - std(e, e2) ** 2 / max(std(g, g2) ** 2, 1e-12),
-            "value_error_max": float(largest[0]),
-            "advantage_mean": a,
-            "advantage_std": std(a, a2),
-        }
-
-    def _staleness(self, packed: TensorDict) -> dict[str, float]:
-        staleness = (self.version - packed["policy_version"].flatten().long()).clamp(min=0).cpu()
-        size = int(self._reduce([staleness.max()], dist.ReduceOp.MAX)[0]) + 1
-        counts = self._reduce(torch.bincount(staleness, minlength=size).tolist(), dist.ReduceOp.SUM)
-        share = counts.cumsum(0) / counts.sum()
-        return {
-            "staleness_mean": float((counts * torch.arange(size)).sum() / counts.sum()),
-            "staleness_p50": float((share < 0.5).sum()),
-            "staleness_p95": float((share < 0.95).sum()),
-            "staleness_max": float(size - 1),
-        }
+        for name, network in self.networks.items():
+            network.updates = counters[f"{name}_updates"]
 
     # collectives and clocks
 
@@ -613,6 +631,19 @@ class Learner:
         tensor = torch.tensor([float(v) for v in values], dtype=torch.float64)
         dist.all_reduce(tensor, op)
         return tensor
+
+    @staticmethod
+    def _all_reduce(vector: Tensor, op: Literal["sum", "max"]) -> Tensor:
+        dist.all_reduce(vector, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        return vector
+
+    def _gather(self, values: Tensor) -> Tensor:
+        """One tensor of all ranks' values, whose numbers may differ."""
+        if self.world_size == 1:
+            return values
+        parts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(parts, values.cpu())
+        return torch.cat(parts).to(values.device)
 
     def _any(self, flag: bool) -> bool:
         return bool(self._reduce([flag], dist.ReduceOp.MAX)[0])
@@ -623,7 +654,7 @@ class Learner:
             yield
         # The root keeps its parameters gathered after a forward pass; without a backward pass they would go
         # stale.
-        for network in (self.actor, self.critic):
+        for network in self.networks.values():
             if isinstance(network.net, FSDPModule):
                 network.net.reshard()
 

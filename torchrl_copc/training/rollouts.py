@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from hydra.utils import get_method
+from hydra.utils import get_method, instantiate
 from torch import Tensor
 
 from torchrl_copc.collectors.engine import make_engine
@@ -22,8 +22,15 @@ from torchrl_copc.trajectory import Prompt
 
 
 def call_target(spec: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the function or class that ``_target_`` names, with the rest of ``spec`` as keyword arguments."""
-    settings = {key: value for key, value in spec.items() if key != "_target_"}
+    """Call the function or class that ``_target_`` names, with the rest of ``spec`` as keyword arguments.
+
+    Values that name a ``_target_`` themselves, such as a policy channel with ``_partial_``, are made first.
+    """
+    settings = {
+        key: instantiate(value, _convert_="all") if isinstance(value, dict) and "_target_" in value else value
+        for key, value in spec.items()
+        if key != "_target_"
+    }
     return get_method(spec["_target_"])(*args, **settings, **kwargs)
 
 

@@ -45,11 +45,15 @@ from torchrl_copc.training.checkpoint import (
     save_checkpoint,
 )
 from torchrl_copc.training.config import ConfigError, TrainConfig, check, config_hash, resumed_config
+from torchrl_copc.training.groups import by_reward_variance, split_groups
 from torchrl_copc.training.learner import Learner, NonFiniteError, start_process_group
 from torchrl_copc.training.rollouts import Rollouts, call_target
 from torchrl_copc.training.run_folder import RunFolder, revision
 from torchrl_copc.trajectory import POLICY_MASK, RowError
 
+_MOST_DISCARDED = (
+    10  # batches' worth of rows that dynamic sampling may discard for one, as in DAPO's own code
+)
 STOPPED = 143  # exit code of a run that a signal stopped and that can be resumed
 # What a person can mend: their message says it all, a traceback would bury it.
 USER_ERRORS = (
@@ -222,14 +226,33 @@ class Trainer:
         """Rank 0's next batch; empty on other ranks, and when a signal or a failure ended the wait."""
         if not self.rollouts:
             return []
+        collector = self.rollouts.collector
+        batch: list[TensorDictBase] = []
+        discarded = 0
         try:
             while not self._stop_signal:
-                rows = self.rollouts.collector.take(timeout=1.0)
-                if rows is not None:
-                    return list(rows)
+                rows = collector.take(timeout=1.0)
+                if rows is None:
+                    continue
+                if self.config.collector.dynamic_sampling:
+                    rows, dull = by_reward_variance(rows)
+                    collector.discard(dull)
+                    discarded += len(dull)
+                    self._check_discarded(discarded)
+                batch += rows
+                if len(batch) == collector.batch_rows:
+                    return batch
         except (CollectorError, RowError, WorkerError) as error:
             self._failure = error
-        return []
+        return []  # rows in hand are not lost: they are the collector's until it advances
+
+    def _check_discarded(self, discarded: int) -> None:
+        if discarded > _MOST_DISCARDED * self.config.collector.batch_rows:
+            raise CollectorError(
+                f"collector.dynamic_sampling=true: {discarded} rows were discarded for one batch, because all "
+                "responses to their prompts got the same reward; the task is too hard or solved: set "
+                "collector.dynamic_sampling=false, raise collector.group_size, or change the task"
+            )
 
     def _publish(self) -> dict[str, float]:
         """Collective: gather the actor's weights and hand them to the engine."""
@@ -359,12 +382,12 @@ class Trainer:
             signal.signal(signal.SIGINT, stop)
 
     def _scatter(self, rows: list[TensorDictBase]) -> list[TensorDictBase] | None:
-        """This rank's part of the batch; None on every rank when rank 0 has none."""
+        """This rank's part of the batch, whole groups; None on every rank when rank 0 has none."""
         if self.world_size == 1:
             return rows or None
         parts: list[Any] | None = None
         if self.rank == 0:
-            parts = [rows[rank :: self.world_size] or None for rank in range(self.world_size)]
+            parts = split_groups(rows, self.world_size)
         received: list[Any] = [None]
         dist.scatter_object_list(received, parts, src=0)
         part: list[TensorDictBase] | None = received[0]
@@ -400,7 +423,7 @@ class Trainer:
 
 
 def build_learner(config: TrainConfig, path: str) -> Learner:
-    """Actor, critic, loss and value estimator of a run."""
+    """Actor, critic (unless the method has none), loss and value estimator of a run."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -410,11 +433,13 @@ def build_learner(config: TrainConfig, path: str) -> Learner:
         "gradient_checkpointing": model.gradient_checkpointing,
     }
     torch.manual_seed(config.seed)
-    critic_path = model_path(model.critic_path) if model.critic_path else path
     with _named("model.path", path):
         actor = CausalLMActor.from_pretrained(path, temperature=config.collector.temperature, **shared)
-    with _named("model.critic_path", critic_path):
-        critic = CausalLMCritic.from_pretrained(critic_path, **shared)
+    critic = None
+    if config.method.critic:
+        critic_path = model_path(model.critic_path) if model.critic_path else path
+        with _named("model.critic_path", critic_path):
+            critic = CausalLMCritic.from_pretrained(critic_path, **shared)
     loss = call_target(config.method.loss, actor, critic, functional=False)
     estimator = call_target(config.method.value_estimator, value_network=None)
     return Learner(config.learner, actor, critic, loss, estimator)
@@ -447,7 +472,7 @@ def progress_line(metrics: Mapping[str, float], total: int) -> str:
     task = "  ".join(
         f"{label} {m[name]:.2f}" for name, label in (("em", "em"), ("search_rate", "search")) if name in m
     )
-    kept = f"kept {m['kept_fraction']:.3f}" if "kept_fraction" in m else "critic warm-up"
+    kept = f"kept {m['kept_fraction']:.3f}" if "loss_actor" in m else "critic warm-up"
     return (
         f"{int(m['version']):4d}/{total}  reward {m['reward']:.3f}  {task}  stale {m['staleness_mean']:.1f}  {kept}  "
         f"{m['policy_tokens'] / m['time_step']:.0f} tok/s  | step {m['time_step']:.1f} s: wait {m['time_wait']:.1f}, "

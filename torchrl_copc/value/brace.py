@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, ClassVar
 
 import torch
 from tensordict.nn import TensorDictModuleBase
@@ -10,7 +11,7 @@ from torch import Tensor
 from torchrl.objectives.utils import register_value_estimator
 
 from torchrl_copc.value.estimator import OffPolicyEstimator, OffPolicyValueEstimators
-from torchrl_copc.value.scan import backward_scan
+from torchrl_copc.value.scan import backward_scan, times
 from torchrl_copc.value.td import flow, following, td_residual
 from torchrl_copc.value.vtrace import truncated_ratio
 
@@ -43,13 +44,13 @@ def windowed_scan(coeff: Tensor, bias: Tensor, end: Tensor, window: int, *, time
         if window & size:
             next_coeff = following(coeff, time_dim=time_dim, steps=done_steps)
             next_bias = following(bias, time_dim=time_dim, steps=done_steps)
-            gain, offset = gain * next_coeff, offset + gain * next_bias
+            gain, offset = times(gain, next_coeff), offset + times(gain, next_bias)
             done_steps += size
         if done_steps == window:
-            return offset + gain * following(end, time_dim=time_dim, steps=window)
+            return offset + times(gain, following(end, time_dim=time_dim, steps=window))
         next_coeff = following(coeff, time_dim=time_dim, steps=size)
-        bias = bias + coeff * following(bias, time_dim=time_dim, steps=size)
-        coeff, size = coeff * next_coeff, 2 * size
+        bias = bias + times(coeff, following(bias, time_dim=time_dim, steps=size))
+        coeff, size = times(coeff, next_coeff), 2 * size
 
 
 def brace_advantage_estimate(
@@ -113,13 +114,11 @@ def brace_advantage_estimate(
         tensor([1., 1., 1.])
     """
     delta = td_residual(gamma, state_value, next_state_value, reward, done, terminated, log_ratio)
-    carry = flow(gamma, done, delta)
-    trace = carry * lmbda * truncated_ratio(log_ratio, c_threshold)
-    remaining = backward_scan(carry, delta, time_dim=time_dim)  # G - V
+    trace = flow(gamma * lmbda * truncated_ratio(log_ratio, c_threshold), done, delta)
+    remaining = backward_scan(flow(gamma, done, delta), delta, time_dim=time_dim)  # G - V
     residual = truncated_ratio(log_ratio, rho_threshold) * delta
     x = windowed_scan(trace, residual, remaining, window, time_dim=time_dim)
-    x_next = torch.where(done, 0.0, following(x, time_dim=time_dim))  # 0 * inf would be NaN
-    return delta + carry * x_next, state_value + x
+    return delta + flow(gamma * following(x, time_dim=time_dim), done, delta), state_value + x
 
 
 @register_value_estimator(
@@ -147,6 +146,8 @@ class BRACEEstimator(OffPolicyEstimator):
         >>> BRACEEstimator(value_network=None)(tokens)["advantage"].flatten()
         tensor([0.3679, 1.0000, 1.0000])
     """
+
+    unclipped: ClassVar[dict[str, Any]] = {"rho_threshold": math.inf, "c_threshold": math.inf}
 
     def __init__(
         self,
@@ -186,3 +187,7 @@ class BRACEEstimator(OffPolicyEstimator):
             window=self.window,
             time_dim=time_dim,
         )
+
+    @property
+    def log_weight_bounds(self) -> tuple[float, float]:
+        return -math.inf, math.log(self.rho_threshold)

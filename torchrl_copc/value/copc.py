@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
@@ -110,6 +111,7 @@ class COPCEstimator(OffPolicyEstimator):
         tensor([1.0000, 1.0000, 1.0000, 0.8000, 0.8000])
     """
 
+    unclipped: ClassVar[dict[str, Any]] = {"eta": 1.0, "eps_low": math.inf, "eps_high": math.inf}
     lmbda_critic: Tensor | None
 
     def __init__(
@@ -168,6 +170,10 @@ class COPCEstimator(OffPolicyEstimator):
             lmbda_critic=None if self.lmbda_critic is None else self.lmbda_critic.to(reward.device),
             time_dim=time_dim,
         )
+
+    @property
+    def log_weight_bounds(self) -> tuple[float, float]:
+        return log_ratio_bounds(self.eta, self.eps_low, self.eps_high)
 
     def _warn_degenerate(self, done: Tensor, time_dim: int) -> None:
         if self._warned or self.trace != "product" or not bool((self.lmbda > 0.999).any()):

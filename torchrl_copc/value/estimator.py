@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Self
@@ -41,6 +42,10 @@ class OffPolicyValueEstimators(Enum):
     TOKEN_VTRACE = "V-trace on stored actions"
     BRACE = "BRACE: windowed V-trace with a terminal correction"
     RETRACE = "Retrace for a state-value critic"
+    GROUP_RELATIVE = "returns compared within the group of responses to one prompt, without a critic"
+    MINIMUM_VARIANCE = (
+        "returns minus the off-policy baseline of least variance of their group, without a critic"
+    )
 
 
 class OffPolicyEstimator(ValueEstimatorBase):
@@ -110,6 +115,8 @@ class OffPolicyEstimator(ValueEstimatorBase):
             action: read when ``actor_network`` evaluates it.
             log_prob: where an ``actor_network`` without ``get_dist`` writes.
             mask: True on real steps, False on padding, optional.
+            group_id: integer, equal on all responses to one prompt; read by critic-free estimators.
+            grad_sq_norm: squared norm of the gradient of its response's log-prob, the same on all of its steps.
         """
 
         advantage: NestedKey = "advantage"
@@ -124,6 +131,8 @@ class OffPolicyEstimator(ValueEstimatorBase):
         action: NestedKey = "action"
         log_prob: NestedKey = "log_prob"
         mask: NestedKey = ("collector", "mask")
+        group_id: NestedKey = "group_id"
+        grad_sq_norm: NestedKey = "grad_sq_norm"
 
         def __post_init__(self) -> None:
             if self.sample_log_prob is None:
@@ -132,6 +141,15 @@ class OffPolicyEstimator(ValueEstimatorBase):
 
     needs_ratio: ClassVar[bool] = True
     """Whether :meth:`estimate` reads the log-ratio; without it the behaviour log-prob may be missing."""
+
+    needs_value: ClassVar[bool] = True
+    """Whether :meth:`estimate` reads values; critic-free estimators get zeros."""
+
+    entries: ClassVar[tuple[str, ...]] = ()
+    """Accepted keys beside the usual ones whose entries :meth:`estimate` gets by keyword, ``[*B, T, 1]``."""
+
+    unclipped: ClassVar[dict[str, Any]] = {}
+    """Settings (attributes) that take every clip of ratios off, for :meth:`estimate_unclipped`."""
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
@@ -198,18 +216,38 @@ class OffPolicyEstimator(ValueEstimatorBase):
     ) -> tuple[Tensor, Tensor]:
         """The formula: ``(advantage, value_target)``, each ``[*B, T, F]``.
 
-        Padding has been neutralised: zero reward, values and log-ratio, and ``done``.
+        The :attr:`entries` come by keyword too. Padding has been neutralised: zero reward, values and log-ratio, and
+        ``done``; of other entries, -1 where they are integers and zero elsewhere.
         """
+
+    def estimate_unclipped(self, *tensors: Tensor, time_dim: int, **entries: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`estimate` with the ratios themselves wherever it clips them; the same arguments and result.
+
+        What diagnostics take for the ideal advantage, see :mod:`torchrl_copc.objectives.diagnostics`.
+        """
+        free = copy(self)
+        free.__dict__.update(self.unclipped)
+        return free.estimate(*tensors, time_dim=time_dim, **entries)
+
+    @property
+    def log_weight_bounds(self) -> tuple[float, float] | None:
+        """Ends of the interval to which the log-ratio that weights a TD residual is clipped, nats.
+
+        ``(0, 0)`` where the weight is always 1. ``None`` where there is no such weight, as in critic-free
+        estimators, or where a subclass that reads ratios does not say.
+        """
+        return (0.0, 0.0) if self.needs_value and not self.needs_ratio else None
 
     @property
     def in_keys(self) -> list[NestedKey]:
         keys = self.tensor_keys
-        networks = [net for net in (self.value_network, self.actor_network) if net is not None]
+        critic = self.value_network if self.needs_value else None
+        networks = [net for net in (critic, self.actor_network) if net is not None]
         read: list[NestedKey] = [key for net in networks for key in net.in_keys]
-        if self.value_network is None:
+        if critic is not None:
+            read += [unravel_key(("next", key)) for key in critic.in_keys]
+        elif self.needs_value:
             read += [keys.value, unravel_key(("next", keys.value))]
-        else:
-            read += [unravel_key(("next", key)) for key in self.value_network.in_keys]
         read += [unravel_key(("next", key)) for key in (keys.reward, keys.done, keys.terminated)]
         if self.actor_network is not None:
             read.append(keys.action)
@@ -217,6 +255,7 @@ class OffPolicyEstimator(ValueEstimatorBase):
             read.append(self._sample_log_prob_key)
         if self.needs_ratio or self.actor_network is not None:
             read.append(keys.learner_log_prob)
+        read += [getattr(keys, name) for name in self.entries]
         return list(dict.fromkeys(read))
 
     @property
@@ -249,7 +288,8 @@ class OffPolicyEstimator(ValueEstimatorBase):
             time_dim: dimension of time in the batch size, overriding the constructor's.
 
         Raises:
-            KeyError: if the reward or a log-prob is missing, and no ``actor_network`` can compute the latter.
+            KeyError: if the reward, an entry the formula needs, or a log-prob is missing, and no ``actor_network`` can
+                compute the latter.
             ValueError: if a log-prob of a real step is not finite, or a value is missing without a value
                 network.
         """
@@ -269,8 +309,11 @@ class OffPolicyEstimator(ValueEstimatorBase):
         valid = valid_steps(tensordict, (keys.mask,))
         data = tensordict if valid is None else fill_padding(tensordict, valid)
 
-        value, next_value = self._values(data, params, target_params)
-        if self.value_network is not None:
+        if self.needs_value:
+            value, next_value = self._values(data, params, target_params)
+        else:
+            value = next_value = torch.zeros_like(reward)
+        if self.needs_value and self.value_network is not None:
             tensordict.set(keys.value, value)
             tensordict.set(("next", keys.value), next_value)
         log_ratio = self._log_ratio(tensordict, data, value)
@@ -280,11 +323,16 @@ class OffPolicyEstimator(ValueEstimatorBase):
         reward = data.get(("next", keys.reward))
         done = data.get(("next", keys.done))
         terminated = data.get(("next", keys.terminated), done)
+        entries = {name: align(self._entry(data, name), reward, name) for name in self.entries}
         if valid is not None:
             padding = ~expand_right(valid, value)
             reward, value, next_value, log_ratio = (
                 x.masked_fill(padding, 0.0) for x in (reward, value, next_value, log_ratio)
             )
+            entries = {
+                name: x.masked_fill(padding, 0.0 if x.is_floating_point() else -1)
+                for name, x in entries.items()
+            }
             # a trajectory ends where its padding begins: its length counts for decays that adapt to it
             done = done | padding | following(padding, time_dim=time_dim)
         check_finite(log_ratio, (keys.sample_log_prob, keys.learner_log_prob))
@@ -294,7 +342,7 @@ class OffPolicyEstimator(ValueEstimatorBase):
         if steps is not None:
             gamma = gamma ** steps.view_as(reward).to(reward.dtype)
         advantage, value_target = self.estimate(
-            gamma, log_ratio, value, next_value, reward, done, terminated, time_dim=time_dim
+            gamma, log_ratio, value, next_value, reward, done, terminated, time_dim=time_dim, **entries
         )
         tensordict.set(keys.advantage, advantage)
         tensordict.set(keys.value_target, value_target)
@@ -345,6 +393,15 @@ class OffPolicyEstimator(ValueEstimatorBase):
         if shifted_valid is not None:
             data.set("shifted_valid", shifted_valid)
         return value, next_value
+
+    def _entry(self, data: TensorDictBase, name: str) -> Tensor:
+        key = getattr(self.tensor_keys, name)
+        entry = data.get(key, None)
+        if entry is None:
+            raise KeyError(
+                f"{type(self).__name__} needs {key!r} in the data; set_keys({name}=...) renames it"
+            )
+        return entry
 
     def _log_ratio(self, tensordict: TensorDictBase, data: TensorDictBase, value: Tensor) -> Tensor:
         behaviour_key, learner_key = self._sample_log_prob_key, self.tensor_keys.learner_log_prob

@@ -140,20 +140,19 @@ def copc_advantage_estimate(
     ratio = clipped_ratio(log_ratio, eta=eta, eps_low=eps_low, eps_high=eps_high)
     bias = ratio * delta
 
-    def scan(decay: float | Tensor) -> tuple[Tensor, Tensor]:
-        carry = flow(gamma * decay, done, delta)
+    def scan(decay: float | Tensor) -> Tensor:
+        rate: float | Tensor = gamma * decay
         if trace == "product":
-            return carry, backward_scan(carry * ratio, bias, time_dim=time_dim)
-        if trace == "cut":
-            return carry, backward_scan(carry * ratio.clamp(max=1.0), bias, time_dim=time_dim)
-        return carry, backward_scan(carry, bias, time_dim=time_dim)
+            rate = rate * ratio
+        elif trace == "cut":
+            rate = rate * ratio.clamp(max=1.0)
+        return backward_scan(flow(rate, done, delta), bias, time_dim=time_dim)
 
-    carry, x = scan(lmbda)
-    target = state_value + (x if lmbda_critic is None else scan(lmbda_critic)[1])
+    x = scan(lmbda)
+    target = state_value + (x if lmbda_critic is None else scan(lmbda_critic))
     if advantage == "full":
         return x, target
-    x_next = following(x, time_dim=time_dim)
+    continuation = delta + flow(gamma * lmbda * following(x, time_dim=time_dim), done, delta)
     # Where the weight is exactly 1 both forms are the same number; reading it from the scan keeps eta = 0
     # equal to GAE in the last bit, since the scan rounds in another order than the one-step recursion.
-    # Where nothing flows back the next value is another trajectory's, which may have overflowed: 0 * inf is NaN.
-    return torch.where(ratio == 1, x, delta + carry * torch.where(done, 0.0, x_next)), target
+    return torch.where(ratio == 1, x, continuation), target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torchrl.objectives.utils import register_value_estimator
 
 from torchrl_copc.value.estimator import OffPolicyEstimator, OffPolicyValueEstimators
+from torchrl_copc.value.functional import copc_advantage_estimate
 from torchrl_copc.value.inputs import trajectory_length
 from torchrl_copc.value.scan import backward_scan
 from torchrl_copc.value.td import flow, td_residual
@@ -140,14 +142,9 @@ class TokenGAE(OffPolicyEstimator):
         *,
         time_dim: int,
     ) -> tuple[Tensor, Tensor]:
-        lmbda = self.lmbda.to(reward.device)
-        if self.alpha is not None:
-            lmbda = length_adaptive_lmbda(trajectory_length(done, time_dim=time_dim), alpha=self.alpha).to(
-                reward
-            )
         return token_gae_advantage_estimate(
             gamma,
-            lmbda,
+            self._decay(reward, done, time_dim),
             value,
             next_value,
             reward,
@@ -156,3 +153,27 @@ class TokenGAE(OffPolicyEstimator):
             lmbda_critic=None if self.lmbda_critic is None else self.lmbda_critic.to(reward.device),
             time_dim=time_dim,
         )
+
+    def estimate_unclipped(self, *tensors: Tensor, time_dim: int, **entries: Tensor) -> tuple[Tensor, Tensor]:
+        """COPC's ``step`` and ``full`` without a clip: GAE itself has no ratios to take a clip off."""
+        gamma, log_ratio, value, next_value, reward, done, terminated = tensors
+        return copc_advantage_estimate(
+            gamma,
+            self._decay(reward, done, time_dim),
+            log_ratio,
+            value,
+            next_value,
+            reward,
+            done,
+            terminated,
+            eta=1.0,
+            eps_low=math.inf,
+            eps_high=math.inf,
+            lmbda_critic=None if self.lmbda_critic is None else self.lmbda_critic.to(reward.device),
+            time_dim=time_dim,
+        )
+
+    def _decay(self, reward: Tensor, done: Tensor, time_dim: int) -> Tensor:
+        if self.alpha is None:
+            return self.lmbda.to(reward.device)
+        return length_adaptive_lmbda(trajectory_length(done, time_dim=time_dim), alpha=self.alpha).to(reward)

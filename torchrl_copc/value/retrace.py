@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any, ClassVar
+
 from torch import Tensor
 from torchrl.objectives.utils import register_value_estimator
 
@@ -21,6 +24,7 @@ def retrace_advantage_estimate(
     done: Tensor,  # [*B, T, F] bool
     terminated: Tensor | None = None,  # [*B, T, F] bool
     *,
+    threshold: float = 1.0,
     time_dim: int = -2,
 ) -> tuple[Tensor, Tensor]:
     """Retrace's trace on TD residuals of a state-value critic.
@@ -39,13 +43,14 @@ def retrace_advantage_estimate(
         log_ratio: frozen learner log-prob minus behaviour log-prob of each action, nats.
         state_value, next_state_value, reward, done, terminated: see
             :func:`~torchrl_copc.value.gae.token_gae_advantage_estimate`.
+        threshold: largest ratio, 1 in Retrace; only diagnostics take the limit off.
         time_dim: dimension of time.
 
     Returns:
         ``(advantage, value_target)``, each ``[*B, T, F]``.
 
     Raises:
-        ValueError: if shapes differ.
+        ValueError: if shapes differ, or the threshold is not above 0.
 
     Examples:
         >>> import torch
@@ -56,9 +61,9 @@ def retrace_advantage_estimate(
         (tensor([0.6065, 1.0000]), tensor([0.6065, 0.6065]))
     """
     delta = td_residual(gamma, state_value, next_state_value, reward, done, terminated, log_ratio)
-    ratio = truncated_ratio(log_ratio, 1.0)
-    trace = flow(gamma, done, delta) * following(lmbda * ratio.expand_as(delta), time_dim=time_dim)
-    advantage = backward_scan(trace, delta, time_dim=time_dim)
+    ratio = truncated_ratio(log_ratio, threshold)
+    trace = gamma * following(lmbda * ratio.expand_as(delta), time_dim=time_dim)
+    advantage = backward_scan(flow(trace, done, delta), delta, time_dim=time_dim)
     return advantage, state_value + ratio * advantage
 
 
@@ -85,6 +90,9 @@ class RetraceEstimator(OffPolicyEstimator):
         tensor([0.3679, 1.0000, 1.0000])
     """
 
+    unclipped: ClassVar[dict[str, Any]] = {"threshold": math.inf}
+    threshold: ClassVar[float] = 1.0
+
     def estimate(
         self,
         gamma: Tensor,
@@ -106,5 +114,10 @@ class RetraceEstimator(OffPolicyEstimator):
             reward,
             done,
             terminated,
+            threshold=self.threshold,
             time_dim=time_dim,
         )
+
+    @property
+    def log_weight_bounds(self) -> tuple[float, float]:
+        return -math.inf, 0.0

@@ -81,10 +81,10 @@ def kernel_for(device_type: str) -> Callable[[Tensor, Tensor], Tensor]:
 def torch_scan(coeff: Tensor, bias: Tensor) -> Tensor:
     """Solve ``x_t = bias_t + coeff_t * x_{t+1}`` along the last dimension in plain torch, with O(T) work.
 
-    All chunks of 64 steps are solved side by side, as if nothing followed them. What flows into each chunk is
-    a recursion over the chunks' first steps, solved by pairwise folding (Blelloch, "Prefix sums and their
-    applications", https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf) in float64. A result that is not finite is
-    computed again, all of it in float64 and by folding that drops what a zero coefficient meets.
+    All chunks of 64 steps are solved side by side, twice: first as if nothing followed them, which gives a recursion
+    over the chunks' first steps, solved by pairwise folding (Blelloch, "Prefix sums and their applications",
+    https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf) in float64; then with what flows into them. A result that is not
+    finite is computed again, all of it in float64 and by folding that drops what a zero coefficient meets.
 
     Args:
         coeff: ``[rows, T]``, float32 or float64.
@@ -92,28 +92,33 @@ def torch_scan(coeff: Tensor, bias: Tensor) -> Tensor:
     """
     if bias.shape[-1] > 2 * CHUNK:
         x = _chunked(coeff, bias)
-        # the sum is not finite when an element is not; that it may overflow by itself only costs time
-        if bool(x.sum().isfinite()):
+        if x is not None:
             return x
-    return _fold(coeff.double(), bias.double(), _times).to(bias.dtype)
+    return _fold(coeff.double(), bias.double(), times).to(bias.dtype)
 
 
-def _chunked(coeff: Tensor, bias: Tensor) -> Tensor:
+def _chunked(coeff: Tensor, bias: Tensor) -> Tensor | None:
+    """The solution, or ``None`` when it is not finite."""
     rows, length = bias.shape
     chunks = -(-length // CHUNK)
     padded = chunks * CHUNK
     if padded != length:
         coeff, bias = pad(coeff, (0, padded - length)), pad(bias, (0, padded - length))
     # steps first: each operation below reads and writes contiguous memory
-    products, x = (s.reshape(rows * chunks, CHUNK).t().contiguous() for s in (coeff, bias))
-    product_at, x_at = products.unbind(), x.unbind()
+    coeff, x = (s.reshape(rows * chunks, CHUNK).t().contiguous() for s in (coeff, bias))
+    coeff_at, x_at = coeff.unbind(), x.unbind()
+    local = x_at[-1].clone()
     for t in range(CHUNK - 2, -1, -1):
-        x_at[t].addcmul_(product_at[t], x_at[t + 1])
-        product_at[t].mul_(product_at[t + 1])
-    coeff_of_chunk, bias_of_chunk = (s.view(rows, chunks).double() for s in (product_at[0], x_at[0]))
-    first = _fold(coeff_of_chunk, bias_of_chunk, torch.mul)
-    x.addcmul_(products, pad(first[:, 1:], (0, 1)).to(x.dtype).flatten())
-    solution = x.new_empty(rows, padded)
+        torch.addcmul(x_at[t], coeff_at[t], local, out=local)
+    first = _fold(coeff.prod(0).view(rows, chunks).double(), local.view(rows, chunks).double(), torch.mul)
+    inflow = pad(first[:, 1:], (0, 1)).to(x.dtype).flatten()
+    for t in range(CHUNK - 1, -1, -1):
+        inflow = x_at[t].addcmul_(coeff_at[t], inflow)
+    # What is not finite stays so up to the first step of its chunk, since 0 * inf is NaN. (The sum may overflow by
+    # itself, which only costs time.)
+    if not bool(inflow.sum().isfinite()):
+        return None
+    solution = coeff.view(rows, padded)  # no longer needed; fresh memory costs more than the copy itself
     solution.view(rows * chunks, CHUNK).copy_(x.t())
     return solution[:, :length].contiguous()
 
@@ -130,6 +135,12 @@ def _fold(coeff: Tensor, bias: Tensor, times: Callable[[Tensor, Tensor], Tensor]
     return torch.stack((x_even, x_odd), -1).flatten(-2)[..., :length]
 
 
-def _times(coeff: Tensor, x: Tensor) -> Tensor:
-    # 0 * inf is NaN: an overflow must end where its response ends
+def times(coeff: Tensor, x: Tensor) -> Tensor:
+    """The product, and 0 where a factor is 0: ``0 * inf`` is NaN, but an overflow must end where its response ends.
+
+    Examples:
+        >>> import torch
+        >>> times(torch.tensor([0.0, 2.0]), torch.tensor([torch.inf, 3.0]))
+        tensor([0., 6.])
+    """
     return torch.where((coeff == 0) | (x == 0), 0.0, coeff * x)

@@ -45,7 +45,8 @@ def td_residual(
             f"log_ratio {tuple(log_ratio.shape)} must have the shape of the values, {tuple(shape)}, or end in 1"
         )
     # where, not a product: the value past a terminal state may be anything, NaN included
-    return reward + gamma * torch.where(terminated, 0.0, next_state_value) - state_value
+    bootstrap = torch.where(terminated, 0.0, next_state_value).mul_(gamma)
+    return (reward + bootstrap).sub_(state_value)
 
 
 def following(x: Tensor, *, time_dim: int, steps: int = 1) -> Tensor:
@@ -62,7 +63,7 @@ def following(x: Tensor, *, time_dim: int, steps: int = 1) -> Tensor:
 
 
 def flow(rate: float | Tensor, done: Tensor, like: Tensor) -> Tensor:
-    """``rate``, and 0 where nothing may flow back from the next step.
+    """``rate``, and 0 where nothing may flow back from the next step, whatever ``rate`` is there.
 
     Args:
         rate: a number or a tensor that broadcasts to ``done``.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.objectives.utils import register_value_estimator
@@ -83,11 +82,9 @@ def vtrace_advantage_estimate(
         (tensor([1., 1.]), tensor([0.6065, 1.0000]))
     """
     delta = td_residual(gamma, state_value, next_state_value, reward, done, terminated, log_ratio)
-    carry = flow(gamma, done, delta)
-    trace = carry * lmbda * truncated_ratio(log_ratio, c_threshold)
+    trace = flow(gamma * lmbda * truncated_ratio(log_ratio, c_threshold), done, delta)
     x = backward_scan(trace, truncated_ratio(log_ratio, rho_threshold) * delta, time_dim=time_dim)
-    x_next = torch.where(done, 0.0, following(x, time_dim=time_dim))  # 0 * inf would be NaN
-    return delta + carry * x_next, state_value + x
+    return delta + flow(gamma * following(x, time_dim=time_dim), done, delta), state_value + x
 
 
 @register_value_estimator(
@@ -119,6 +116,8 @@ class TokenVTrace(OffPolicyEstimator):
         >>> TokenVTrace(value_network=None)(tokens)["advantage"].flatten()
         tensor([0.3679, 1.0000, 1.0000])
     """
+
+    unclipped: ClassVar[dict[str, Any]] = {"rho_threshold": math.inf, "c_threshold": math.inf}
 
     def __init__(
         self,
@@ -157,3 +156,7 @@ class TokenVTrace(OffPolicyEstimator):
             c_threshold=self.c_threshold,
             time_dim=time_dim,
         )
+
+    @property
+    def log_weight_bounds(self) -> tuple[float, float]:
+        return -math.inf, math.log(self.rho_threshold)
