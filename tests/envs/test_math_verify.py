@@ -530,6 +530,8 @@ def test_usable_gold_answers(gold):
         ("0/0", "undefined"),
         ("see the solution", "product of letters"),
         ("Monday", "product of letters"),
+        ("1 000", "side by side"),
+        ("8 6 2\n4 5 3", "side by side"),
         ("1+" * MAX_CHARACTERS + "1", "characters"),
     ],
 )

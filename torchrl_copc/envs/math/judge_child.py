@@ -20,6 +20,7 @@ MEMORY_LIMIT = 2**30  # bytes of address space; a tower of powers takes all ther
 # A word that stands bare in a formula is read as a product of letters, and so is a function without backslash.
 _MARKED_UP = re.compile(r"\\(?:text\w*|mbox|mathrm|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _BARE_WORD = re.compile(r"[A-Za-z]{4,}|\b(?:sin|cos|tan|log|exp)\b")
+_SIDE_BY_SIDE = re.compile(r"\d\s+\d")  # "5 6" is read as 11
 
 
 def parse(text: str) -> list[Any]:
@@ -41,8 +42,11 @@ def objection(gold: str) -> str:
         return "it does not parse as LaTeX"
     if any(str(found) in ("nan", "zoo") for found in expressions):
         return "it is undefined"
+    bare = _MARKED_UP.sub(" ", gold)
+    if _SIDE_BY_SIDE.search(bare):
+        return "numbers stand side by side; write 1000 or 1,000 for one number, commas between several"
     letters = {letter for found in expressions for s in found.free_symbols for letter in str(s).lower()}
-    for word in _BARE_WORD.findall(_MARKED_UP.sub(" ", gold)):
+    for word in _BARE_WORD.findall(bare):
         if set(word.lower()) - {"e", "i"} <= letters:  # e and i are read as constants
             return (
                 f"{word!r} would be read as a product of letters; "
