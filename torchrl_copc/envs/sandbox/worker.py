@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 60.0  # seconds; importing sympy takes one or two
 GRACE = 10.0  # seconds past a call's deadline after which its server counts as hung
+_LAST_BREATH = 2.0
 _LARGEST_REPLY = 64 << 20
 
 
@@ -99,9 +100,15 @@ class Server:
                     os.write(self._stdin, frames.CANCEL)
 
     def close(self) -> None:
-        """Kill the server, whatever it does; the sandbox ends with it."""
+        """Kill the server, whatever it does; returns when everything in the sandbox has ended."""
         self._process.kill()
         self._process.wait()
+        # Bubblewrap's end is the end of what it started, a moment later: nobody holds our pipe then.
+        poll, deadline = select.poll(), time.monotonic() + _LAST_BREATH
+        poll.register(self._stdout, select.POLLIN)
+        while (left := deadline - time.monotonic()) > 0 and poll.poll(1e3 * left):
+            if not os.read(self._stdout, 65536):
+                break
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert stream is not None
             stream.close()
