@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -92,7 +93,7 @@ class JudgePool:
         self._of_thread = threading.local()
         self._children: set[_Child] = set()
         # Runs at the latest when the interpreter exits.
-        self.close = weakref.finalize(self, _close, self._executor, self._children)
+        self.close = weakref.finalize(self, _close, self._executor, self._children, os.getpid())
 
     def compare(self, gold: str, answer: str) -> Future[Any]:
         """Whether ``answer`` equals ``gold``.
@@ -144,7 +145,9 @@ class JudgePool:
         self._of_thread.child = None
 
 
-def _close(executor: ThreadPoolExecutor, children: set[_Child]) -> None:
+def _close(executor: ThreadPoolExecutor, children: set[_Child], owner: int) -> None:
+    if os.getpid() != owner:  # a fork: threads and children are its parent's
+        return
     executor.shutdown(wait=False, cancel_futures=True)
     for child in tuple(children):
         child.process.kill()  # its thread, if it waits, finds the pipe closed and cleans up

@@ -60,13 +60,15 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MEMORY_LIMIT if hard == resource.RLIM_INFINITY else min(hard, MEMORY_LIMIT)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    logging.disable(logging.CRITICAL)  # math-verify logs every answer that does not parse
     try:
-        import math_verify  # noqa: F401
+        equal("1", r"\frac{1}{2}")  # the first one takes much longer
     except ImportError as error:
         connection.send_bytes(json.dumps(str(error)).encode())
         return
-    logging.disable(logging.CRITICAL)  # math-verify logs every answer that does not parse
     connection.send_bytes(json.dumps("").encode())
     while True:
         try:
