@@ -13,6 +13,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy
@@ -187,6 +188,13 @@ async def main():
         print((await sandbox.run("import os; print(os.getuid())")).stdout)
 asyncio.run(main())
 """
+
+
+@pytest.fixture
+def everybodys_folder():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
 
 
 @pytest.mark.skipif(

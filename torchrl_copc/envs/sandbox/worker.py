@@ -21,7 +21,7 @@ from torchrl_copc.envs.sandbox.launch import Launch
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT = 60.0  # seconds; importing sympy takes one or two
+START_TIMEOUT = 120.0  # seconds; importing sympy takes two, on a busy machine many more
 GRACE = 10.0  # seconds past a call's deadline after which its server counts as hung
 _LAST_BREATH = 2.0
 _LARGEST_REPLY = 64 << 20

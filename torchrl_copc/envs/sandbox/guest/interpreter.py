@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import builtins
 import contextlib
 import linecache
 import os
@@ -35,7 +36,7 @@ def run(code: str, *, print_last: bool) -> NoReturn:
     sys.stderr = _stream(2, "backslashreplace")
     sys.argv = [FILENAME]
     main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = __builtins__
+    main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
     linecache.cache[FILENAME] = (len(code), None, code.splitlines(keepends=True), FILENAME)
     status = 1
@@ -50,17 +51,18 @@ def _stream(descriptor: int, errors: str) -> TextIO:
 
 
 def _execute(code: str, print_last: bool, namespace: dict[str, object]) -> int:
+    status = 0
     try:
-        exec(_compile(code, print_last), namespace)
+        try:
+            exec(_compile(code, print_last), namespace)
+        except SystemExit as ending:
+            status = _exit_status(ending.code)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         _flush()
-        return 0
-    except SystemExit as ending:
-        _flush()
-        return _exit_status(ending.code)
     except BaseException as error:
         return _report(error, namespace)
+    return status
 
 
 def _compile(code: str, print_last: bool) -> types.CodeType:

@@ -63,7 +63,7 @@ class Server:
     """One call at a time."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self._settings, self._pid = settings, os.getpid()
         self._on_host = settings.landlock is not None or not settings.confined  # in no namespace of its own
         # Python's dup is closed on exec, and children close everything from 3 on.
         self._requests, self._replies = os.dup(0), os.dup(1)
@@ -150,9 +150,8 @@ class Server:
     def _enter(self, out: int, err: int, ready: int, request: dict[str, Any]) -> None:
         """Confine the child; what it inherited and may not use is closed."""
         settings = self._settings
-        server = os.getppid()
         libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server:
+        if os.getppid() != self._pid:  # it died before we asked
             os._exit(1)
         os.setpgid(0, 0)  # the session is the server's own already, without a terminal
         os.dup2(out, 1)
@@ -160,8 +159,8 @@ class Server:
         os.closerange(3, ready)
         os.closerange(ready + 1, limits.OPEN_FILES)
         os.chdir(settings.scratch or "/")
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # Python's own generator is reseeded by fork
+        if "numpy" in sys.modules and "random" in request["code"]:
+            sys.modules["numpy"].random.seed()  # 1 ms; Python's own generator is reseeded by fork
         limits.apply(
             self._address_space + request["memory_bytes"], threads=None if self._on_host else limits.THREADS
         )
