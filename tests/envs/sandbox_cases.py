@@ -16,6 +16,7 @@ from torchrl_copc.envs.sandbox import Sandbox, SandboxConfig, SandboxError, Sand
 from torchrl_copc.envs.sandbox.guest import landlock
 from torchrl_copc.envs.sandbox.launch import find_bubblewrap
 
+WITH_PACKAGES = {"packages": SandboxConfig().packages}
 BUBBLEWRAP, LANDLOCK = ("warm", "bubblewrap"), "landlock"
 
 
@@ -41,8 +42,9 @@ def call(sandbox: Sandbox, code: str, **options: object) -> SandboxResult:
 
 
 def small(isolation: str = "warm", **settings: object) -> Sandbox:
-    """One worker, little memory, quick."""
-    return Sandbox(SandboxConfig(**{"workers": 1, "memory_mb": 128, "isolation": isolation, **settings}))
+    """One worker, little memory, the standard library only: quick to start."""
+    defaults = {"workers": 1, "memory_mb": 128, "packages": (), "isolation": isolation}
+    return Sandbox(SandboxConfig(**{**defaults, **settings}))
 
 
 def server_processes() -> set[int]:

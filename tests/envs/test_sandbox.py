@@ -16,7 +16,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from sandbox_cases import below_this_test, call, descriptors, eventually, missing, server_processes, small
+from sandbox_cases import (
+    WITH_PACKAGES,
+    below_this_test,
+    call,
+    descriptors,
+    eventually,
+    missing,
+    server_processes,
+    small,
+)
 
 from torchrl_copc.envs.sandbox import Sandbox, SandboxConfig, SandboxError, client, worker
 
@@ -26,20 +35,30 @@ CHECKOUT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def sandbox():
+    box = small(**WITH_PACKAGES)
+    yield box
+    asyncio.run(box.close())
+
+
+@pytest.fixture(scope="module")
+def mortal():
+    """A sandbox whose servers start fast enough to be killed."""
     box = small()
     yield box
     asyncio.run(box.close())
 
 
 def server_of(box: Sandbox) -> int:
-    """The process that forks: the one without a child of its own."""
+    """The process that forks: the one without a child of its own, told from other sandboxes' by its packages."""
     call(box, "")
-    (found,) = below_this_test() & server_processes() & leaves()
+    (found,) = [
+        process.pid
+        for process in psutil.Process().children(recursive=True)
+        if "guest.server" in process.cmdline()
+        and json.loads(process.cmdline()[-1])["packages"] == [*box.config.packages]
+        and not process.children()
+    ]
     return found
-
-
-def leaves() -> set[int]:
-    return {pid for pid in below_this_test() if not psutil.Process(pid).children()}
 
 
 # Results.
@@ -152,7 +171,7 @@ def test_random_numbers_differ_from_call_to_call(sandbox):
 
 
 def test_the_memory_limit_is_the_callers():
-    box = small(memory_mb=64)
+    box = small(memory_mb=64, **WITH_PACKAGES)
     try:
         assert call(box, "x = bytearray(40 << 20); print(len(x) >> 20)").stdout == "40\n"
         assert call(box, "bytearray(70 << 20)").status == "memory"
@@ -249,11 +268,11 @@ def test_cancelling_at_any_moment_leaves_the_next_call_right(sandbox):
 # Dying servers.
 
 
-def test_a_server_that_dies_during_a_call_is_the_calls_end_and_is_replaced(sandbox, caplog):
-    server = server_of(sandbox)
+def test_a_server_that_dies_during_a_call_is_the_calls_end_and_is_replaced(mortal, caplog):
+    server = server_of(mortal)
 
     async def scenario() -> None:
-        task = asyncio.create_task(sandbox.run("while True: pass", timeout=60))
+        task = asyncio.create_task(mortal.run("while True: pass", timeout=60))
         await asyncio.sleep(0.3)
         os.kill(server, signal.SIGKILL)
         result = await asyncio.wait_for(task, 10)
@@ -261,29 +280,29 @@ def test_a_server_that_dies_during_a_call_is_the_calls_end_and_is_replaced(sandb
             "killed",
             "",
         ) and "the sandbox server ended" in result.stderr
-        assert (await sandbox.run("print(1)")).stdout == "1\n"
+        assert (await mortal.run("print(1)")).stdout == "1\n"
 
     asyncio.run(scenario())
-    assert server_of(sandbox) != server
+    assert server_of(mortal) != server
     assert "the call counts as killed" in caplog.text
 
 
-def test_a_server_that_died_between_calls_is_replaced_unseen(sandbox, caplog):
-    server = server_of(sandbox)
+def test_a_server_that_died_between_calls_is_replaced_unseen(mortal, caplog):
+    server = server_of(mortal)
     os.kill(server, signal.SIGKILL)
     assert eventually(lambda: not psutil.pid_exists(server))
-    assert eventually(lambda: call(sandbox, "print(1)").stdout == "1\n")
+    assert eventually(lambda: call(mortal, "print(1)").stdout == "1\n")
     assert "died" in caplog.text or "ended" in caplog.text
 
 
-def test_a_server_that_hangs_is_killed_after_the_grace_and_replaced(sandbox, monkeypatch):
+def test_a_server_that_hangs_is_killed_after_the_grace_and_replaced(mortal, monkeypatch):
     monkeypatch.setattr(worker, "GRACE", 0.3)
-    server = server_of(sandbox)
+    server = server_of(mortal)
     os.kill(server, signal.SIGSTOP)
-    result = call(sandbox, "print(1)", timeout=0.2)
+    result = call(mortal, "print(1)", timeout=0.2)
     assert result.status == "killed" and "did not answer in time" in result.stderr
     assert eventually(lambda: not psutil.pid_exists(server))
-    assert call(sandbox, "print(1)").stdout == "1\n"
+    assert call(mortal, "print(1)").stdout == "1\n"
 
 
 # The end.

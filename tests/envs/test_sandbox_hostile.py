@@ -13,6 +13,7 @@ import pytest
 from sandbox_cases import (
     BUBBLEWRAP,
     LANDLOCK,
+    WITH_PACKAGES,
     below_this_test,
     call,
     descriptors,
@@ -135,7 +136,7 @@ SNIPPETS = {
 def sandbox(request):
     if reason := missing(request.param):
         pytest.skip(reason)
-    box = small(request.param)
+    box = small(request.param, **WITH_PACKAGES)
     assert call(box, "print(6 * 7)").stdout == "42\n"
     assert box.isolation == request.param
     yield box

@@ -233,8 +233,10 @@ class Worker:
         try:
             reply = call.run_on(server, self._limits)
         except ServerDiedError as error:
-            logger.warning("%s; the call counts as killed", error)
             self.close()
+            if call.cancelled:
+                return None
+            logger.warning("%s; the call counts as killed", error)
             return SandboxResult("killed", "", f"{error}\n", time.monotonic() - began)
         if not self._launch.reusable:
             self.close()
