@@ -3,6 +3,8 @@ r"""The maths environment: scripted turns of every protocol, what the policy rea
 from __future__ import annotations
 
 import asyncio
+import doctest
+import importlib
 import json
 import pickle
 from functools import partial
@@ -568,3 +570,9 @@ def test_check_env_specs_and_rollout(math_tokenizer, verifier):
 
     rollout = env.rollout(5, policy)
     assert [float(step["next", "reward"]) for step in rollout] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("module", ["env", "output"])
+def test_examples_in_docstrings(module):
+    outcome = doctest.testmod(importlib.import_module(f"torchrl_copc.envs.math.{module}"))
+    assert outcome.attempted > 0 == outcome.failed

@@ -53,7 +53,23 @@ class MathEnv(TokenEnv):
         ValueError: for a setting that cannot work, with its name and value.
 
     Example:
-        see ``tests/envs/test_math_env.py``, which plays every protocol.
+        >>> import asyncio
+        >>> from importlib.resources import files
+        >>> from transformers import AutoTokenizer
+        >>> from torchrl_copc.envs.sandbox import SandboxConfig
+        >>> from torchrl_copc.trajectory import Completion
+        >>> async def play(turns):
+        ...     async with Sandbox(SandboxConfig(workers=1)) as sandbox:
+        ...         tokenizer = AutoTokenizer.from_pretrained(files("torchrl_copc") / "assets" / "math_tiny")
+        ...         env = MathEnv(tokenizer, sandbox, protocol="tiny")
+        ...         episode = env.begin(Prompt("p", "What is 6 times 7?", ("42",)), "row", "group")
+        ...         for text in turns:
+        ...             ids = tuple(env.codec.control(text))
+        ...             await env.advance(episode, Completion(ids, (-0.1,) * len(ids), (0,) * len(ids), "stop"))
+        ...         return env.codec.decode(episode.token_ids), episode.reward
+        >>> text, reward = asyncio.run(play(["<code>6 * 7</code>", r"\boxed{42}<eos>"]))
+        >>> print(text, reward)
+        <user>What is 6 times 7?<assistant><code>6 * 7</code><output>42</output>\boxed{42}<eos> 1.0
     """
 
     def __init__(
