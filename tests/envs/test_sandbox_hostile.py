@@ -154,7 +154,7 @@ def nothing_left(sandbox):
     assert descriptors(os.getpid()) == ours
     for pid, links in servers.items():
         assert descriptors(pid) == links and "socket" not in links
-    for place in WRITABLE_PLACES:
+    for place in (place for place in WRITABLE_PLACES if os.access(place, os.R_OK)):
         assert not [name for name in os.listdir(place) if MARK in name]
     result = call(
         sandbox, "import os, math; print(math.pi, [f for f in os.listdir('.')] if os.getcwd() != '/' else [])"
