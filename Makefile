@@ -10,7 +10,7 @@ STAMP := $(VENV)/.setup-$(BACKEND)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 
-.PHONY: setup test test-fast lint train-search train-math theory bench-scan clean
+.PHONY: setup test test-fast lint train-search train-math theory study bench-scan clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,9 @@ train-math: setup
 
 theory: setup
 	$(BIN)/python scripts/theory.py $(ARGS)
+
+study: setup
+	$(BIN)/python scripts/study.py $(ARGS)
 
 bench-scan: setup
 	$(BIN)/python benchmarks/scan.py $(ARGS)

@@ -9,13 +9,16 @@ import torch
 from lm_cases import llama, row
 
 from torchrl_copc.models.causal_lm import CausalLMActor, CausalLMCritic
-from torchrl_copc.objectives import COPCLoss
+from torchrl_copc.objectives import COPCLoss, M2POLoss, PolicyCriticLoss, VCPOLoss
 from torchrl_copc.training.checkpoint import load_checkpoint, save_checkpoint
 from torchrl_copc.training.learner import Learner, LearnerConfig, OptimizerConfig
-from torchrl_copc.value import COPCEstimator
+from torchrl_copc.value import COPCEstimator, OffPolicyEstimator
 
-# Row 2 is cut after a trailing observation, so its value is read there.
-ROWS = [row(seed, truncated=seed == 2, trailing=3 * (seed == 2)) for seed in range(9)]
+# Row 2 is cut after a trailing observation, so its value is read there. Three groups, none on both ranks.
+GROUPS = (0, 0, 0, 1, 1, 1, 1, 2, 2)
+ROWS = [
+    row(seed, truncated=seed == 2, trailing=3 * (seed == 2), group=group) for seed, group in enumerate(GROUPS)
+]
 # Seven rows and two: the first rank has more micro-batches.
 PARTS = (ROWS[:7], ROWS[7:])
 SCORED = [[1, 2, 3, 4, 5], [9, 8, 7]]
@@ -28,23 +31,35 @@ def make_learner(
     gradient_checkpointing: bool = False,
     loss_settings: dict | None = None,
     estimator_settings: dict | None = None,
+    critic_free: type[PolicyCriticLoss] | None = None,
     **settings,
 ) -> Learner:
-    """A learner of two-layer Llamas (tied actor); gradients are not clipped unless asked."""
+    """A learner of two-layer Llamas (tied actor); gradients are not clipped unless asked.
+
+    COPC with wide intervals, or without a critic the loss that is named, with its own estimator.
+    """
     actor = CausalLMActor(llama(0, hidden_size=width), gradient_checkpointing=gradient_checkpointing)
     critic = CausalLMCritic(llama(1, hidden_size=width).model, gradient_checkpointing=gradient_checkpointing)
     torch.manual_seed(2)
     torch.nn.init.normal_(critic.net.value_head.weight, std=0.3)
-    loss_settings = dict(eta_policy=4.0, eta_advantage=2.0) | (loss_settings or {})
-    loss = COPCLoss(actor, critic, functional=False, **loss_settings)
-    estimator = COPCEstimator(value_network=None, eta=2.0, lmbda=0.9, **(estimator_settings or {}))
+    loss: PolicyCriticLoss
+    estimator: OffPolicyEstimator
+    if critic_free is None:
+        loss_settings = dict(eta_policy=4.0, eta_advantage=2.0) | (loss_settings or {})
+        loss = COPCLoss(actor, critic, functional=False, **loss_settings)
+        estimator = COPCEstimator(value_network=None, eta=2.0, lmbda=0.9, **(estimator_settings or {}))
+    else:
+        loss = critic_free(actor, functional=False, **(loss_settings or {}))
+        estimator = type(loss.value_estimator)(value_network=None)
+        settings["whiten_advantage"] = False
     defaults = dict(
         actor=OptimizerConfig(lr=1e-2, max_grad_norm=1e9),
         critic=OptimizerConfig(lr=1e-2, max_grad_norm=1e9),
         max_tokens_per_micro_batch=60,
         device="cpu",
     )
-    return Learner(LearnerConfig(**(defaults | settings)), actor, critic, loss, estimator, dump_dir)
+    config = LearnerConfig(**(defaults | settings))
+    return Learner(config, actor, critic if critic_free is None else None, loss, estimator, dump_dir)
 
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:
@@ -76,6 +91,11 @@ CASES = {
     "minibatches": dict(
         minibatches_per_batch=2, critic_updates=2, aggregation="response_mean", actor=SMOOTH, critic=SMOOTH
     ),
+    "m2po": dict(critic_free=M2POLoss, max_tokens_per_micro_batch=30),
+    "m2po_code": dict(
+        critic_free=M2POLoss, loss_settings={"variant": "code", "limit": 0.5}, keep_activations=True
+    ),
+    "vcpo": dict(critic_free=VCPOLoss, ess_base=0.9, aggregation="response_mean"),
 }
 
 
@@ -113,6 +133,8 @@ def main(folder: Path) -> None:
 
     rank = int(os.environ["RANK"])
     results = {name: run_case(name, PARTS[rank], folder) for name in CASES}
+    # Row 7, of the second rank, is the only one of this version.
+    results["warm_up"] = make_learner(critic_warmup_batches=10).update(PARTS[rank], version=7)
     results["extra"] = load_checkpoint(make_learner(), folder / "token_mean")
     learner = make_learner(folder / "dump", on_nonfinite="skip")
     bad = [one.clone() for one in PARTS[rank]]

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from torchrl_copc.training.config import ConfigError, check, config_hash, resumed_config
 from torchrl_copc.training.run_folder import RunFolder
+from torchrl_copc.training.trainer import build_learner, model_path
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -71,6 +72,8 @@ def test_the_ablation_differs_from_copc_only_in_eta_advantage():
         ("engine.max_model_len=300", "engine.max_model_len=300"),
         ("engine.model=somewhere", "engine.model='somewhere'"),
         ("learner.minibatches_per_batch=200", "collector.batch_rows="),
+        ("collector.max_attempts=0", "collector.max_attempts=0"),
+        ("method=grpo method.critic=true collector.group_size=1", "collector.group_size=1 with method=grpo"),
         ("collector.dynamic_sampling=true", "collector.group_size=1 with collector.dynamic_sampling=true"),
         ("method=grpo collector.group_size=1", "collector.group_size=1 with method=grpo"),
     ],
@@ -85,6 +88,33 @@ def test_every_rank_needs_a_group(monkeypatch):
     config = composed("method=dapo", "collector.batch_rows=16")
     with pytest.raises(ConfigError, match=r"collector.batch_rows=16 makes 2 groups .* 4 ranks need one each"):
         check(OmegaConf.to_object(config))
+    monkeypatch.setenv("WORLD_SIZE", "2")  # three groups: the second rank gets one
+    config = composed("method=dapo", "collector.batch_rows=24", "learner.minibatches_per_batch=10")
+    with pytest.raises(ConfigError, match=r"a rank may get 8 rows \(whole groups of 8\)"):
+        check(OmegaConf.to_object(config))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "method=m2po method.loss.variant=both",
+            "method.loss: variant must be one of paper, code, got 'both'",
+        ),
+        ("method.loss.eps_low=-1", "method.loss: eps_low must be at least 0, got -1"),
+        ("+method.loss.speed=3", "method.loss: .*unexpected keyword argument 'speed'"),
+        ("method.loss._target_=torchrl_copc.objectives.NoLoss", "method.loss: .*NoLoss"),
+        (
+            "method=vtrace method.value_estimator.c_threshold=0",
+            "method.value_estimator: a threshold of ratios",
+        ),
+        ("method.critic=false", "method: COPCEstimator needs values and there is no critic"),
+    ],
+)
+def test_a_method_that_cannot_be_made_is_refused_by_the_part_of_its_config(override, message):
+    config = OmegaConf.to_object(composed(*override.split(), "learner.device=cpu"))
+    with pytest.raises(ConfigError, match=message):
+        build_learner(config, model_path(config.model.path))
 
 
 def test_the_hash_sees_what_is_computed_and_not_where():

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from learner_cases import gradients
+from learner_cases import make_learner as with_critic
 from lm_cases import llama, row
 from torch import Tensor
 
 from torchrl_copc.models.causal_lm import CausalLMActor
 from torchrl_copc.objectives import AsyncPPOLoss, DAPOLoss, M2POLoss, PolicyCriticLoss, VCPOLoss
-from torchrl_copc.training.checkpoint import load_checkpoint, save_checkpoint
+from torchrl_copc.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from torchrl_copc.training.learner import Learner, LearnerConfig, OptimizerConfig
 from torchrl_copc.trajectory import LOG_PROBS, POLICY_MASK, REWARD, TOKENS
 from torchrl_copc.value import GroupRelativeAdvantage, MinimumVarianceAdvantage, TokenGAE
@@ -213,6 +214,8 @@ def test_a_checkpoint_without_a_critic_comes_back_and_does_not_fit_one(tmp_path)
     assert other.counters() == learner.counters() and "critic_updates" not in learner.counters()
     ours, theirs = learner.update(rows), other.update(rows)
     assert ours["loss_actor"] == theirs["loss_actor"]
+    with pytest.raises(CheckpointError, match=r"critic.*is missing"):
+        load_checkpoint(with_critic(), tmp_path)
 
 
 def test_values_without_a_critic_are_refused() -> None:

@@ -60,6 +60,17 @@ def test_uneven_ranks_give_the_gradients_of_one_rank(two_ranks, case, tmp_path):
 
 
 @pytest.mark.slow
+def test_diagnostics_in_warm_up_count_the_tokens_of_both_ranks(two_ranks):
+    _, results = two_ranks
+    expected = make_learner(critic_warmup_batches=10).update(ROWS, version=7)
+    assert expected["on_policy_noise"] > 0 and {"kept_fraction_staleness_5_8", "ESS"} <= expected.keys()
+    for found in (result["warm_up"] for result in results):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert key.startswith("time_") or found[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_is_read_by_one(two_ranks):
     folder, (first, _) = two_ranks
     learner = make_learner()

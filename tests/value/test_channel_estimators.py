@@ -193,7 +193,7 @@ def test_value_estimate_leaves_the_data_alone(name: str) -> None:
 
 @every
 @pytest.mark.parametrize("loss_class", [ClipPPOLoss, A2CLoss])
-def test_stock_losses_take_it_by_name(name: str, loss_class: Any) -> None:
+def test_stock_losses_take_an_instance_and_the_registry_its_name(name: str, loss_class: Any) -> None:
     loss = loss_class(make_actor(), make_critic())
     estimator = build_value_estimator(loss, name, gamma=0.9)
     assert type(estimator) is CASES[name][0] and float(estimator.gamma) == 0.9

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from inspect import signature
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from torchrl_copc.value import (
     copc_advantage_estimate,
     length_adaptive_lmbda,
     retrace_advantage_estimate,
+    scan,
     token_gae_advantage_estimate,
     vtrace_advantage_estimate,
 )
 from torchrl_copc.value.brace import windowed_scan
+from torchrl_copc.value.functional import AdvantageForm, Trace
 from torchrl_copc.value.inputs import trajectory_length
 
 LENGTH = 17
@@ -201,6 +205,65 @@ def test_ratios_carry_no_gradient_and_do_not_overflow() -> None:
         assert advantage.isfinite().all() and target.isfinite().all()
         (advantage + target).sum().backward()
         assert log_ratio.grad is None and value.grad.isfinite().all()
+
+
+LARGEST = torch.finfo(torch.float32).max
+# what the second response holds, and the options with which that is not finite
+BAD: dict[str, tuple[dict[str, float], dict[str, float]]] = {
+    "overflow": ({"reward": LARGEST}, {}),
+    "infinite_reward": ({"reward": math.inf}, {}),
+    "nan_reward": ({"reward": math.nan}, {}),
+    "nan_value": ({"value": math.nan}, {}),
+    "infinite_ratio": (
+        {"log_ratio": 1000.0},
+        {"rho_threshold": math.inf, "c_threshold": math.inf, "eps_high": math.inf},
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("kernel", ["default", "torch"])
+@pytest.mark.parametrize(
+    ("estimate", "options"),
+    [
+        *(
+            (copc_advantage_estimate, {"trace": t, "advantage": a})
+            for t in get_args(Trace)
+            for a in get_args(AdvantageForm)
+        ),
+        (token_gae_advantage_estimate, {"lmbda_critic": 0.5}),
+        (vtrace_advantage_estimate, {}),
+        (retrace_advantage_estimate, {}),
+        *((brace_advantage_estimate, {"window": window}) for window in (1, 3, 100)),
+    ],
+)
+def test_what_is_not_finite_stays_in_its_response(
+    estimate: Any, options: dict[str, Any], bad: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``0 * inf`` is NaN: what must not flow back is dropped, not multiplied by 0."""
+    if kernel == "torch":
+        monkeypatch.setattr(scan, "kernel_for", lambda device_type: scan.torch_scan)
+    held, settings = BAD[bad]
+    accepted = signature(estimate).parameters
+    options = options | {name: x for name, x in settings.items() if name in accepted}
+    generator = torch.Generator().manual_seed(0)
+    names = ("log_ratio", "value", "next_value", "reward")
+    entries = {name: torch.randn(1, 24, 1, generator=generator) for name in names}
+    done = torch.zeros(1, 24, 1, dtype=torch.bool)
+    done[0, [6, 15, 23]] = True
+
+    def solve(part: slice) -> tuple[Tensor, Tensor]:
+        used = names if "log_ratio" in accepted else names[1:]
+        return estimate(0.99, 0.9, *(entries[name][:, part] for name in used), done[:, part], **options)
+
+    for name, x in held.items():
+        entries[name][0, 7:16] = x
+    whole = solve(slice(None))
+    assert not all(bool(x[0, 7:16].isfinite().all()) for x in whole) or bad == "infinite_ratio"
+    for part in (slice(0, 7), slice(16, 24)):
+        for x, alone in zip(whole, solve(part), strict=True):
+            assert alone.isfinite().all()
+            torch.testing.assert_close(x[:, part], alone)
 
 
 def test_windowed_scan_equals_the_loop() -> None:

@@ -202,6 +202,29 @@ def test_the_ratio_carries_no_gradient_but_values_do() -> None:
     assert value.grad is not None and value.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("trace", TRACES)
+def test_gradients_of_values_reward_and_discount(trace: str) -> None:
+    log_ratio, value, next_value, reward, done, terminated = batch("truncated")
+    gamma = torch.tensor(0.9, dtype=torch.float64)
+
+    def estimate(gamma: Tensor, value: Tensor, next_value: Tensor, reward: Tensor) -> tuple[Tensor, Tensor]:
+        return copc_advantage_estimate(
+            gamma,
+            0.8,
+            log_ratio,
+            value,
+            next_value,
+            reward,
+            done,
+            terminated,
+            trace=trace,
+            advantage="continuation",
+        )
+
+    inputs = [x.requires_grad_() for x in (gamma, value, next_value, reward)]
+    assert torch.autograd.gradcheck(estimate, inputs)
+
+
 def test_wrong_arguments_are_named() -> None:
     arguments = batch("end")
     with pytest.raises(ValueError, match="trace must be one of step, product, cut, got 'retrace'"):

@@ -187,3 +187,64 @@ def test_estimators_follow_torchrls_conventions(cls: type[OffPolicyEstimator]) -
     assert torch.equal(estimator(data)["out", "a"], expected["advantage"])
     with pytest.raises(KeyError, match="needs 'group_id' in the data; set_keys\\(group_id="):
         cls()(data)
+
+
+def test_rewards_may_be_integers_or_booleans_and_ids_anything() -> None:
+    data = tokens()
+    data["next", "reward"] = data["next", "done"].long() * (data["group_id"] > 2)
+    data["group_id"] = data["group_id"] - 4  # -1 among them
+    for dtype in (torch.int64, torch.bool):
+        integers = data.clone()
+        integers["next", "reward"] = integers["next", "reward"].to(dtype)
+        floats = data.clone()
+        floats["next", "reward"] = floats["next", "reward"].double()
+        for estimator in (GroupRelativeAdvantage(), MinimumVarianceAdvantage()):
+            found, expected = estimator(integers)["advantage"], estimator(floats)["advantage"]
+            assert found.dtype == torch.get_default_dtype()
+            torch.testing.assert_close(found, expected.to(found))
+    floats["next", "reward"] = tokens()["next", "reward"]
+    expected = GroupRelativeAdvantage()(floats.clone())["advantage"]
+    padded = torch.cat([floats, floats[:, :5]], 1)
+    padded["collector", "mask"] = torch.arange(padded.shape[1])[None] < floats.shape[1]
+    torch.testing.assert_close(GroupRelativeAdvantage()(padded)["advantage"][:, : floats.shape[1]], expected)
+
+
+def test_with_the_exact_norm_the_baseline_has_the_least_second_moment_of_the_real_gradient() -> None:
+    """Gradients in all parameters of a small policy, one backward pass per response."""
+    torch.manual_seed(0)
+    policy = torch.nn.Linear(3, 4).double()
+    lengths, count = [2, 4, 3, 1, 5], 5
+    observations = [torch.randn(n, 3, dtype=torch.float64) for n in lengths]
+    actions = [torch.randint(4, (n,)) for n in lengths]
+    behaviour = [-1.4 + 0.3 * torch.randn(n, dtype=torch.float64) for n in lengths]
+    returns = torch.randn(count, dtype=torch.float64)
+    gradients, ratios, learner = [], [], []
+    for obs, action, old in zip(observations, actions, behaviour, strict=True):
+        policy.zero_grad()
+        log_prob = policy(obs).log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
+        log_prob.sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+        ratios.append((log_prob.detach() - old).sum().exp())
+        learner.append(log_prob.detach())
+    done = torch.cat([torch.arange(n) == n - 1 for n in lengths]).view(1, -1, 1)
+    norms = torch.stack([g.square().sum() for g in gradients]).repeat_interleave(torch.tensor(lengths))
+    reward = torch.zeros(1, sum(lengths), 1, dtype=torch.float64)
+    reward[done] = returns
+    advantage, _ = minimum_variance_advantage_estimate(
+        (torch.cat(learner) - torch.cat(behaviour)).view(1, -1, 1),
+        reward,
+        done,
+        torch.zeros(1, sum(lengths), 1, dtype=torch.long),
+        norms.view(1, -1, 1),
+    )
+    baseline = returns - advantage[done]
+    torch.testing.assert_close(baseline, baseline[:1].expand(count))
+
+    def second_moment(b: float) -> float:
+        return sum(
+            float((w * (r - b) * g).square().sum())
+            for w, r, g in zip(ratios, returns, gradients, strict=True)
+        )
+
+    least = float(baseline[0])
+    assert second_moment(least) < min(second_moment(least + step) for step in (-1e-3, 1e-3))

@@ -255,6 +255,14 @@ class PolicyCriticLoss(LossModule):
         assert self.channel is not None
         return self.channel(log_ratio, frozen_log_ratio, advantage, **entries)
 
+    def _check_settings(self) -> None:
+        """Let both channels refuse settings now, and not at the first batch of a run."""
+        token = torch.zeros(1, 1, 1)
+        self.policy_term(token, token, token, **dict.fromkeys(self.entries, token))
+        self.batch_entries(token.flatten(), token.flatten())
+        estimator = get_value_estimator_entry(self.default_value_estimator).cls
+        estimator(value_network=None, **self.estimator_settings())
+
     def batch_entries(self, frozen_log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
         """Of :attr:`entries`, the ones that are a single number for a whole batch.
 

@@ -80,8 +80,11 @@ class Moments:
     def add(self, name: str, x: Tensor, valid: Tensor | None = None) -> None:
         """The mean of ``x`` over the entries where ``valid``, all of them by default."""
         x = x.double()
-        count = torch.tensor(x.numel()).to(x) if valid is None else valid.sum().to(x)
-        self.means[name] = masked_mean(x, valid) * count, count
+        if valid is None:
+            self.means[name] = masked_mean(x) * x.numel(), x.new_tensor(x.numel())
+        else:
+            count = valid.sum()
+            self.means[name] = masked_mean(x, valid) * count, count.double()
 
     def add_spread(self, name: str, x: Tensor) -> None:
         """First and second moment of ``x``."""

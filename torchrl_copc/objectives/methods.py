@@ -60,6 +60,7 @@ from torchrl_copc.objectives.second_moment import (
     second_moment_threshold,
 )
 from torchrl_copc.value.estimator import OffPolicyValueEstimators
+from torchrl_copc.value.functional import log_ratio_bounds
 
 
 class _ClippedSurrogateLoss(PolicyCriticLoss):
@@ -76,6 +77,7 @@ class _ClippedSurrogateLoss(PolicyCriticLoss):
     ) -> None:
         super().__init__(actor_network, critic_network, **kwargs)
         self.eps_low, self.eps_high = eps_low, eps_high
+        log_ratio_bounds(1.0, eps_low, eps_high)  # refuses them now, not at the first batch
 
     @property
     def reads_frozen(self) -> bool:
@@ -159,6 +161,7 @@ class SAOLoss(PolicyCriticLoss):
         super().__init__(actor_network, critic_network, **kwargs)
         self.eps_low, self.eps_high = eps_low, eps_high
         self.alpha, self.lmbda_critic = alpha, lmbda_critic
+        self._check_settings()
 
     @property
     def reads_frozen(self) -> bool:
@@ -208,6 +211,7 @@ class AReaLLoss(PolicyCriticLoss):
     ) -> None:
         super().__init__(actor_network, critic_network, lmbda=lmbda, **kwargs)
         self.eps_low, self.eps_high, self.weight_cap = eps_low, eps_high, weight_cap
+        self._check_settings()
 
     def policy_term(
         self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor, **entries: Tensor
@@ -258,6 +262,7 @@ class VTraceLoss(PolicyCriticLoss):
         super().__init__(actor_network, critic_network, lmbda=lmbda, **kwargs)
         self.policy_threshold = policy_threshold
         self.rho_threshold, self.c_threshold = rho_threshold, c_threshold
+        self._check_settings()
 
     def policy_term(
         self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor, **entries: Tensor
@@ -306,6 +311,7 @@ class BRACELoss(_ClippedSurrogateLoss):
     ) -> None:
         super().__init__(actor_network, critic_network, eps_low=eps_low, eps_high=eps_high, **kwargs)
         self.rho_threshold, self.c_threshold, self.window = rho_threshold, c_threshold, window
+        self._check_settings()
 
     def estimator_settings(self) -> dict[str, Any]:
         return {"rho_threshold": self.rho_threshold, "c_threshold": self.c_threshold, "window": self.window}
@@ -433,6 +439,7 @@ class M2POLoss(PolicyCriticLoss):
         super().__init__(actor_network, critic_network, **kwargs)
         self.variant: SecondMomentVariant = variant
         self.limit = limit
+        self._check_settings()
 
     def batch_entries(self, frozen_log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
         solve = second_moment_threshold if self.variant == "paper" else capped_second_moment_threshold
@@ -480,6 +487,7 @@ class VCPOLoss(PolicyCriticLoss):
     ) -> None:
         super().__init__(actor_network, critic_network, **kwargs)
         self.threshold = threshold
+        self._check_settings()
 
     def policy_term(
         self, log_ratio: Tensor, frozen_log_ratio: Tensor, advantage: Tensor, **entries: Tensor

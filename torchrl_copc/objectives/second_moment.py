@@ -20,6 +20,13 @@ def _eligible(log_ratio: Tensor, advantage: Tensor) -> Tensor:
     return ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
 
 
+def _eligible_sizes(frozen_log_ratio: Tensor, advantage: Tensor, limit: float) -> Tensor:
+    """``|log rho|`` of the eligible tokens in float64, the smallest first."""
+    if not limit >= 0:
+        raise ValueError(f"limit must be at least 0, got {limit}")
+    return frozen_log_ratio[_eligible(frozen_log_ratio, advantage)].double().abs().sort().values
+
+
 def second_moment_threshold(
     frozen_log_ratio: Tensor,  # any shape
     advantage: Tensor,  # same shape
@@ -36,12 +43,15 @@ def second_moment_threshold(
     Returns:
         The smallest ``|log rho|`` to drop, nats; infinity when nothing is dropped.
 
+    Raises:
+        ValueError: for a negative limit.
+
     Examples:
         >>> import torch
         >>> second_moment_threshold(torch.tensor([0.1, 0.2, -0.5, 0.5]), torch.ones(4))
         0.5
     """
-    size = frozen_log_ratio[_eligible(frozen_log_ratio, advantage)].double().abs().sort().values
+    size = _eligible_sizes(frozen_log_ratio, advantage, limit)
     mean = size.square().cumsum(0) / torch.arange(1, size.numel() + 1, device=size.device)
     fitting = int((mean <= limit).sum())  # the mean rises with every larger token
     return float(size[fitting]) if fitting < size.numel() else math.inf
@@ -83,7 +93,10 @@ def capped_second_moment_threshold(
     *,
     limit: float = 0.04,
 ) -> float:
-    """The released code's threshold: the largest ``tau`` with mean ``min((log rho)^2, tau^2)`` at most ``limit``.
+    """The released code's threshold: the largest ``|log rho|`` that caps the mean square to at most ``limit``.
+
+    ``tau`` is the size of a token, the largest with mean ``min((log rho)^2, tau^2)`` within the limit. The released
+    code also bounds ratios at 100 where the advantage is negative, which is left out here.
 
     Args:
         frozen_log_ratio: of all policy tokens of the global batch, nats.
@@ -94,12 +107,15 @@ def capped_second_moment_threshold(
         ``tau`` in nats, the ``|log rho|`` of a token; 0 when even the smallest is too large, infinity when no cap is
         needed.
 
+    Raises:
+        ValueError: for a negative limit.
+
     Examples:
         >>> import torch
         >>> round(capped_second_moment_threshold(torch.tensor([0.1, 0.2, -0.5, 0.5]), torch.ones(4)), 3)
         0.2
     """
-    size = frozen_log_ratio[_eligible(frozen_log_ratio, advantage)].double().abs().sort().values
+    size = _eligible_sizes(frozen_log_ratio, advantage, limit)
     if size.numel() == 0 or float(size.square().mean()) <= limit:
         return math.inf
     above = torch.arange(size.numel() - 1, -1, -1, device=size.device)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.utils import get_method
 from omegaconf import MISSING, OmegaConf
 
 from torchrl_copc.collectors.engine import VLLMEngineConfig, check_engine_config
@@ -31,7 +32,7 @@ class MethodConfig:
     """A method is a pair of channels. ``loss`` and ``value_estimator`` are Hydra targets, completed by the trainer."""
 
     name: str = MISSING
-    critic: bool = True  # False: no critic is built; advantages compare the responses to one prompt
+    critic: bool = True  # False: none is built, for value estimators that read no values
     loss: dict[str, Any] = field(default_factory=dict)  # called with actor_network and critic_network
     value_estimator: dict[str, Any] = field(default_factory=dict)  # called with value_network=None
 
@@ -68,7 +69,9 @@ class CollectorConfig:
     lag: int = 0  # versions the engine is held behind the learner, for controlled studies
     max_concurrent_rows: int | None = None  # running episodes; None = 2 * batch_rows
     row_deadline: float = 600.0  # seconds an episode may run
-    on_deadline: str = "cut"  # "cut" (the row is truncated) or "requeue" (its prompt starts again)
+    # "cut" (the row is truncated) or "requeue" (its prompt starts again); groups of several rows always start again
+    on_deadline: str = "cut"
+    max_attempts: int = 3  # times a prompt may fail or start again before the run stops and names it
     temperature: float = 1.0
     dynamic_sampling: bool = (
         False  # DAPO's: groups whose responses all got the same reward make room for others
@@ -184,6 +187,7 @@ def check(cfg: TrainConfig) -> None:
         ("collector.max_staleness", 0),
         ("collector.lag", 0),
         ("collector.max_concurrent_rows", 1),
+        ("collector.max_attempts", 1),
         ("evaluation.num_questions", 2),
         ("evaluation.temperature", 0),
         ("logging.transcript_every", 0),
@@ -201,7 +205,9 @@ def check(cfg: TrainConfig) -> None:
             f"collector.batch_rows={c.batch_rows} is not a multiple of collector.group_size={c.group_size}: rows of "
             "one group are consumed together"
         )
-    if c.group_size == 1 and (c.dynamic_sampling or not cfg.method.critic):
+    estimator: Any = get_method(cfg.method.value_estimator.get("_target_", "builtins.object"))
+    compares = "group_id" in getattr(estimator, "entries", ())
+    if c.group_size == 1 and (c.dynamic_sampling or compares):
         why = "collector.dynamic_sampling=true" if c.dynamic_sampling else f"method={cfg.method.name}"
         raise ConfigError(
             f"collector.group_size=1 with {why}, which compares the responses to one prompt; set collector.group_size "
@@ -225,10 +231,11 @@ def check(cfg: TrainConfig) -> None:
         )
     if c.on_deadline not in ("cut", "requeue"):
         raise ConfigError(f"collector.on_deadline={c.on_deadline!r}: choose 'cut' or 'requeue'")
-    if c.batch_rows < ranks * cfg.learner.minibatches_per_batch:
+    fewest = c.batch_rows // c.group_size // ranks * c.group_size  # rows of a rank: it gets whole groups
+    if fewest < cfg.learner.minibatches_per_batch:
         raise ConfigError(
-            f"collector.batch_rows={c.batch_rows} is too few for {ranks} ranks with "
-            f"learner.minibatches_per_batch={cfg.learner.minibatches_per_batch}: each needs a row"
+            f"collector.batch_rows={c.batch_rows} is too few: a rank may get {fewest} rows (whole groups of "
+            f"{c.group_size}) for learner.minibatches_per_batch={cfg.learner.minibatches_per_batch}"
         )
     if cfg.engine.model:
         raise ConfigError(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tensordict import TensorDictBase
 
+from torchrl_copc.collectors.rollout import AsyncRolloutCollector, CollectorError
 from torchrl_copc.trajectory import REWARD, metadata
 
 Rows = list[TensorDictBase]
+
+# Batches' worth of rows that dynamic sampling may discard for one, as in DAPO's own code.
+MOST_DISCARDED = 10
 
 
 def groups(rows: Sequence[TensorDictBase]) -> list[Rows]:
@@ -46,3 +50,39 @@ def by_reward_variance(rows: Sequence[TensorDictBase]) -> tuple[Rows, Rows]:
         rewards = [float(row.get(REWARD).sum()) for row in group]
         (kept if max(rewards) > min(rewards) else dull).extend(group)
     return kept, dull
+
+
+def take_batch(collector: AsyncRolloutCollector, *, dynamic_sampling: bool, stop: Callable[[], bool]) -> Rows:
+    """A full batch of the collector, or nothing once ``stop`` says so.
+
+    Rows in hand are not lost then: they are the collector's until it advances.
+
+    Args:
+        collector: where rows are taken from, and groups that teach nothing given back to.
+        dynamic_sampling: replace groups whose responses all got the same reward.
+        stop: asked about once a second.
+
+    Raises:
+        CollectorError: if more than ten batches' worth of rows had to be discarded; and what the collector raises.
+    """
+    batch: Rows = []
+    discarded = 0
+    while not stop():
+        taken = collector.take(timeout=1.0)
+        if taken is None:
+            continue
+        rows: Rows = list(taken)
+        if dynamic_sampling:
+            rows, dull = by_reward_variance(rows)
+            collector.discard(dull)
+            discarded += len(dull)
+            if discarded > MOST_DISCARDED * collector.batch_rows:
+                raise CollectorError(
+                    f"collector.dynamic_sampling=true: {discarded} rows were discarded for one batch, because all "
+                    "responses to their prompts got the same reward; the task is too hard or solved. Start a new run "
+                    "with collector.dynamic_sampling=false, a larger collector.group_size or another task"
+                )
+        batch += rows
+        if len(batch) == collector.batch_rows:
+            return batch
+    return []

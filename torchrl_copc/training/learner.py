@@ -454,13 +454,13 @@ class Learner:
 
     def _set_batch_entries(self, packed: TensorDict) -> None:
         """What a policy channel solves once from the policy tokens of all ranks, such as M2PO's threshold."""
-        missing = [name for name in self.loss.entries if packed.get(name, None) is None]
-        if not missing:
+        keys = {name: getattr(self.loss.tensor_keys, name) for name in self.loss.entries}
+        if all(packed.get(key, None) is not None for key in keys.values()):
             return
         log_ratio = packed["learner_log_prob"] - packed["action_log_prob"]
         tokens = (self._gather(x.flatten()) for x in (log_ratio, packed["advantage"]))
         for name, number in self.loss.batch_entries(*tokens).items():
-            packed[name] = number.to(log_ratio).expand_as(log_ratio).clone()
+            packed[keys[name]] = number.to(log_ratio).expand_as(log_ratio).clone()
 
     def _response_ess(self, packed: TensorDict) -> float:
         """``(sum w)^2 / (n sum w^2)`` over the responses of the global batch, ``w`` their whole frozen ratio."""

@@ -60,6 +60,7 @@ class Rollouts:
             max_concurrent_rows=cfg.collector.max_concurrent_rows,
             row_deadline=cfg.collector.row_deadline,
             on_deadline=cast(Literal["cut", "requeue"], cfg.collector.on_deadline),
+            max_attempts=cfg.collector.max_attempts,
             temperature=cfg.collector.temperature,
             seed=cfg.seed,
         )

@@ -30,6 +30,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 from tensordict import TensorDictBase
 
@@ -48,15 +49,12 @@ from torchrl_copc.training.checkpoint import (
     save_checkpoint,
 )
 from torchrl_copc.training.config import ConfigError, TrainConfig, check, config_hash, resumed_config
-from torchrl_copc.training.groups import by_reward_variance, split_groups
+from torchrl_copc.training.groups import split_groups, take_batch
 from torchrl_copc.training.learner import Learner, NonFiniteError, start_process_group
 from torchrl_copc.training.rollouts import Rollouts, call_target
 from torchrl_copc.training.run_folder import RunFolder, revision
 from torchrl_copc.trajectory import POLICY_MASK, RowError
 
-_MOST_DISCARDED = (
-    10  # batches' worth of rows that dynamic sampling may discard for one, as in DAPO's own code
-)
 STOPPED = 143  # exit code of a run that a signal stopped and that can be resumed
 # What a person can mend: their message says it all, a traceback would bury it.
 USER_ERRORS = (
@@ -243,33 +241,15 @@ class Trainer:
         """Rank 0's next batch; empty on other ranks, and when a signal or a failure ended the wait."""
         if not self.rollouts:
             return []
-        collector = self.rollouts.collector
-        batch: list[TensorDictBase] = []
-        discarded = 0
         try:
-            while not self._stop_signal:
-                rows = collector.take(timeout=1.0)
-                if rows is None:
-                    continue
-                if self.config.collector.dynamic_sampling:
-                    rows, dull = by_reward_variance(rows)
-                    collector.discard(dull)
-                    discarded += len(dull)
-                    self._check_discarded(discarded)
-                batch += rows
-                if len(batch) == collector.batch_rows:
-                    return batch
+            return take_batch(
+                self.rollouts.collector,
+                dynamic_sampling=self.config.collector.dynamic_sampling,
+                stop=lambda: self._stop_signal != 0,
+            )
         except (CollectorError, RowError, WorkerError) as error:
             self._failure = error
-        return []  # rows in hand are not lost: they are the collector's until it advances
-
-    def _check_discarded(self, discarded: int) -> None:
-        if discarded > _MOST_DISCARDED * self.config.collector.batch_rows:
-            raise CollectorError(
-                f"collector.dynamic_sampling=true: {discarded} rows were discarded for one batch, because all "
-                "responses to their prompts got the same reward; the task is too hard or solved: set "
-                "collector.dynamic_sampling=false, raise collector.group_size, or change the task"
-            )
+            return []
 
     def _publish(self) -> dict[str, float]:
         """Collective: gather the actor's weights and hand them to the engine."""
@@ -457,9 +437,12 @@ def build_learner(config: TrainConfig, path: str) -> Learner:
         critic_path = model_path(model.critic_path) if model.critic_path else path
         with _named("model.critic_path", critic_path):
             critic = CausalLMCritic.from_pretrained(critic_path, **shared)
-    loss = call_target(config.method.loss, actor, critic, functional=False)
-    estimator = call_target(config.method.value_estimator, value_network=None)
-    return Learner(config.learner, actor, critic, loss, estimator)
+    with _refused("method.loss"):
+        loss = call_target(config.method.loss, actor, critic, functional=False)
+    with _refused("method.value_estimator"):
+        estimator = call_target(config.method.value_estimator, value_network=None)
+    with _refused("method"):
+        return Learner(config.learner, actor, critic, loss, estimator)
 
 
 def load_tokenizer(path: str) -> Any:
@@ -468,6 +451,15 @@ def load_tokenizer(path: str) -> Any:
 
     with _named("model.path", path):
         return AutoTokenizer.from_pretrained(path)
+
+
+@contextmanager
+def _refused(setting: str) -> Iterator[None]:
+    """A target that cannot be made of its settings, or not found, is the fault of the config: say of which part."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, ImportError, InstantiationException) as error:
+        raise ConfigError(f"{setting}: {error}") from error
 
 
 @contextmanager

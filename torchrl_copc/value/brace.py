@@ -13,7 +13,12 @@ from torchrl.objectives.utils import register_value_estimator
 from torchrl_copc.value.estimator import OffPolicyEstimator, OffPolicyValueEstimators
 from torchrl_copc.value.scan import backward_scan, times
 from torchrl_copc.value.td import flow, following, td_residual
-from torchrl_copc.value.vtrace import truncated_ratio
+from torchrl_copc.value.vtrace import check_thresholds, truncated_ratio
+
+
+def _check_window(window: int) -> None:
+    if window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
 
 
 def windowed_scan(coeff: Tensor, bias: Tensor, end: Tensor, window: int, *, time_dim: int = -2) -> Tensor:
@@ -36,8 +41,7 @@ def windowed_scan(coeff: Tensor, bias: Tensor, end: Tensor, window: int, *, time
         >>> windowed_scan(0.5 * ones, ones, 8 * ones, 2, time_dim=0)
         tensor([3.5000, 3.5000, 3.5000, 1.5000, 1.0000])
     """
-    if window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
+    _check_window(window)
     # (gain, offset): the affine map of all steps put together so far; (coeff, bias): that of `size` steps
     gain, offset, done_steps, size = torch.ones_like(coeff), torch.zeros_like(bias), 0, 1
     while True:
@@ -159,6 +163,8 @@ class BRACEEstimator(OffPolicyEstimator):
         **kwargs: Any,
     ) -> None:
         super().__init__(value_network=value_network, **kwargs)
+        check_thresholds(rho_threshold, c_threshold)
+        _check_window(window)
         self.rho_threshold, self.c_threshold, self.window = rho_threshold, c_threshold, window
 
     def estimate(

@@ -53,6 +53,9 @@ class COPCEstimator(OffPolicyEstimator):
       the effective sample size of the product is .60 at 1k tokens and about .02 at 8k. ``cut`` (``min(1, c)``
       along the trace) kills terminal reward. ``step`` has neither problem.
 
+    TorchRL's own losses take an instance (``ClipPPOLoss(...).make_value_estimator(COPCEstimator(value_network=critic,
+    actor_network=actor))``); this package's losses also take the registered name ``"copc"``.
+
     A warning is issued once for ``product`` with ``lmbda > .999`` and a response longer than 1,024 steps.
 
     The learner's log-probs are read from ``learner_log_prob``. When that entry is missing and

@@ -217,7 +217,7 @@ class OffPolicyEstimator(ValueEstimatorBase):
         """The formula: ``(advantage, value_target)``, each ``[*B, T, F]``.
 
         The :attr:`entries` come by keyword too. Padding has been neutralised: zero reward, values and log-ratio, and
-        ``done``; of other entries, -1 where they are integers and zero elsewhere.
+        ``done``; of other entries, the least integer, which is nobody's id, or zero.
         """
 
     def estimate_unclipped(self, *tensors: Tensor, time_dim: int, **entries: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,11 +241,10 @@ class OffPolicyEstimator(ValueEstimatorBase):
     @property
     def in_keys(self) -> list[NestedKey]:
         keys = self.tensor_keys
-        critic = self.value_network if self.needs_value else None
-        networks = [net for net in (critic, self.actor_network) if net is not None]
+        networks = [net for net in (self.value_network, self.actor_network) if net is not None]
         read: list[NestedKey] = [key for net in networks for key in net.in_keys]
-        if critic is not None:
-            read += [unravel_key(("next", key)) for key in critic.in_keys]
+        if self.value_network is not None:
+            read += [unravel_key(("next", key)) for key in self.value_network.in_keys]
         elif self.needs_value:
             read += [keys.value, unravel_key(("next", keys.value))]
         read += [unravel_key(("next", key)) for key in (keys.reward, keys.done, keys.terminated)]
@@ -309,11 +308,11 @@ class OffPolicyEstimator(ValueEstimatorBase):
         valid = valid_steps(tensordict, (keys.mask,))
         data = tensordict if valid is None else fill_padding(tensordict, valid)
 
-        if self.needs_value:
+        if self.needs_value or self.value_network is not None:
             value, next_value = self._values(data, params, target_params)
         else:
             value = next_value = torch.zeros_like(reward)
-        if self.needs_value and self.value_network is not None:
+        if self.value_network is not None:
             tensordict.set(keys.value, value)
             tensordict.set(("next", keys.value), next_value)
         log_ratio = self._log_ratio(tensordict, data, value)
@@ -330,7 +329,7 @@ class OffPolicyEstimator(ValueEstimatorBase):
                 x.masked_fill(padding, 0.0) for x in (reward, value, next_value, log_ratio)
             )
             entries = {
-                name: x.masked_fill(padding, 0.0 if x.is_floating_point() else -1)
+                name: x.masked_fill(padding, 0.0 if x.is_floating_point() else torch.iinfo(x.dtype).min)
                 for name, x in entries.items()
             }
             # a trajectory ends where its padding begins: its length counts for decays that adapt to it

@@ -112,9 +112,11 @@ def minimum_variance_advantage_estimate(
     """The return of a token's response minus the baseline that gives an off-policy gradient the least variance.
 
     Within the group of a prompt, ``A_i = R_i - b`` with ``b = sum_i w_i^2 g_i R_i / sum_i w_i^2 g_i``: ``w_i`` is the
-    ratio of the whole response (not truncated, as in the released code) and ``g_i`` the squared norm of the gradient of
-    its log-probability. Among all constants this ``b`` minimises ``sum_i w_i^2 g_i (R_i - b)^2``. Where every weight of
-    a group is 0 the baseline is the mean. Source: VCPO (arXiv 2602.17616).
+    ratio of the whole response and ``g_i`` the squared norm of the gradient of its log-probability. Among all constants
+    this ``b`` minimises ``sum_i w_i^2 g_i (R_i - b)^2``. Ratios are whole also where the policy channel truncates them,
+    as by default in the released code (https://github.com/mit-han-lab/vcpo, ``GradBaselineConfig`` in
+    ``verl/workers/config/actor.py``). Where every weight of a group is 0 the baseline is the mean. Source: VCPO (arXiv
+    2602.17616).
 
     Args:
         log_ratio: learner's log-prob minus the behaviour policy's, nats.
@@ -159,8 +161,9 @@ def minimum_variance_advantage_estimate(
 
 
 def _to_steps(x: Tensor, responses: _Responses, like: Tensor, time_dim: int) -> Tensor:
-    """A number per response, on each of its steps."""
-    return x[responses.index].to(like).reshape(like.shape).movedim(-1, time_dim)
+    """A number per response, on each of its steps; in the reward's dtype unless that cannot hold a fraction."""
+    dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+    return x[responses.index].to(dtype).reshape(like.shape).movedim(-1, time_dim)
 
 
 @register_value_estimator(
@@ -174,7 +177,7 @@ class GroupRelativeAdvantage(OffPolicyEstimator):
 
     Keyword Args:
         standardize (bool): divide by the standard deviation of the group. Defaults to ``True``.
-        value_network: not used; critic-free estimators and losses are built like the others. Defaults to ``None``.
+        value_network: a critic that is trained beside; the advantages do not use it. Defaults to ``None``.
         **kwargs: of :class:`~torchrl_copc.value.estimator.OffPolicyEstimator`.
 
     Examples:
@@ -226,7 +229,7 @@ class MinimumVarianceAdvantage(OffPolicyEstimator):
     are sums: ``gamma`` and ``lmbda`` have no effect.
 
     Keyword Args:
-        value_network: not used; critic-free estimators and losses are built like the others. Defaults to ``None``.
+        value_network: a critic that is trained beside; the advantages do not use it. Defaults to ``None``.
         **kwargs: of :class:`~torchrl_copc.value.estimator.OffPolicyEstimator`.
 
     Examples:

@@ -27,7 +27,8 @@ def backward_scan(coeff: Tensor, bias: Tensor, *, time_dim: int = -2) -> Tensor:
         time_dim: dimension of time in the broadcast shape.
 
     Returns:
-        ``x`` with the broadcast shape; differentiable, any number of times, in both arguments.
+        ``x`` with the broadcast shape; differentiable in reverse mode, any number of times, in both arguments. Forward
+        mode (``torch.func.jvp``, ``jacfwd``) is not there: torch takes its derivative as zero.
 
     Examples:
         >>> import torch
@@ -35,30 +36,41 @@ def backward_scan(coeff: Tensor, bias: Tensor, *, time_dim: int = -2) -> Tensor:
         tensor([2., 2., 4.])
     """
     shape = torch.broadcast_shapes(coeff.shape, bias.shape)  # type: ignore[no-untyped-call]
-    dtype = torch.result_type(coeff, bias)
+    # a coefficient without dimensions is like a number: it must not widen the data's dtype
+    dtype = torch.promote_types(coeff.dtype, bias.dtype) if coeff.ndim else bias.dtype
     working_dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     coeff, bias = (s.to(working_dtype).expand(shape).movedim(time_dim, -1) for s in (coeff, bias))
     time_last = bias.shape
     rows, length = time_last[:-1].numel(), time_last[-1]
     if rows and length:
-        bias = _Scan.apply(coeff.reshape(rows, length), bias.reshape(rows, length))  # type: ignore[no-untyped-call]
+        bias = _solve(coeff.reshape(rows, length), bias.reshape(rows, length))
     return bias.reshape(time_last).movedim(-1, time_dim).to(dtype)
 
 
-class _Scan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, coeff: Tensor, bias: Tensor) -> Tensor:
-        x = kernel_for(bias.device.type)(coeff, bias)
-        ctx.save_for_backward(coeff, x)
-        return x
+# One operator, so that torch.compile keeps it whole instead of looking into the kernels.
+@torch.library.custom_op("torchrl_copc::backward_scan", mutates_args=())
+def _solve(coeff: Tensor, bias: Tensor) -> Tensor:
+    return kernel_for(bias.device.type)(coeff, bias)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
-        coeff, x = ctx.saved_tensors
-        # The gradient obeys y_t = grad_t + coeff_{t-1} * y_{t-1}: the same recursion, seen from the other end.
-        previous_coeff = pad(coeff[:, :-1], (1, 0))
-        y = _Scan.apply(previous_coeff.flip(-1), grad.flip(-1)).flip(-1)  # type: ignore[no-untyped-call]
-        return (y * pad(x[:, 1:], (0, 1)) if ctx.needs_input_grad[0] else None), y
+
+@_solve.register_fake
+def _(coeff: Tensor, bias: Tensor) -> Tensor:
+    return bias.new_empty(bias.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+    coeff, x = ctx.saved_tensors
+    # The gradient obeys y_t = grad_t + coeff_{t-1} * y_{t-1}: the same recursion, seen from the other end.
+    previous_coeff = pad(coeff[:, :-1], (1, 0))
+    y = _solve(previous_coeff.flip(-1), grad.flip(-1)).flip(-1)
+    return (y * pad(x[:, 1:], (0, 1)) if ctx.needs_input_grad[0] else None), y
+
+
+_solve.register_autograd(_gradient, setup_context=_save)
 
 
 @cache
@@ -94,7 +106,7 @@ def torch_scan(coeff: Tensor, bias: Tensor) -> Tensor:
         x = _chunked(coeff, bias)
         if x is not None:
             return x
-    return _fold(coeff.double(), bias.double(), times).to(bias.dtype)
+    return _fold(coeff.double(), bias.double(), times).to(bias.dtype).contiguous()
 
 
 def _chunked(coeff: Tensor, bias: Tensor) -> Tensor | None:
@@ -126,7 +138,7 @@ def _chunked(coeff: Tensor, bias: Tensor) -> Tensor | None:
 def _fold(coeff: Tensor, bias: Tensor, times: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     length = bias.shape[-1]
     if length == 1:
-        return bias
+        return bias.clone()
     odd_length = length % 2
     coeff_even, coeff_odd = coeff[..., 0::2], pad(coeff[..., 1::2], (0, odd_length))
     bias_even, bias_odd = bias[..., 0::2], pad(bias[..., 1::2], (0, odd_length))

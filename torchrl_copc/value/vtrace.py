@@ -14,6 +14,19 @@ from torchrl_copc.value.scan import backward_scan
 from torchrl_copc.value.td import flow, following, td_residual
 
 
+def check_thresholds(*thresholds: float) -> None:
+    """Refuse thresholds of ratios that are not above 0.
+
+    Examples:
+        >>> check_thresholds(1.0, 0.0)
+        Traceback (most recent call last):
+        ValueError: a threshold of ratios must be above 0, got 0.0
+    """
+    for threshold in thresholds:
+        if not threshold > 0:
+            raise ValueError(f"a threshold of ratios must be above 0, got {threshold}")
+
+
 def truncated_ratio(log_ratio: Tensor, threshold: float) -> Tensor:
     """``min(threshold, rho_t)``, truncated in log space and detached.
 
@@ -25,8 +38,7 @@ def truncated_ratio(log_ratio: Tensor, threshold: float) -> Tensor:
         >>> truncated_ratio(torch.tensor([0.0, 900.0]), 1.2)
         tensor([1.0000, 1.2000])
     """
-    if not threshold > 0:
-        raise ValueError(f"a threshold of ratios must be above 0, got {threshold}")
+    check_thresholds(threshold)
     return log_ratio.detach().clamp(max=math.log(threshold)).exp()
 
 
@@ -129,6 +141,7 @@ class TokenVTrace(OffPolicyEstimator):
         **kwargs: Any,
     ) -> None:
         super().__init__(value_network=value_network, lmbda=lmbda, **kwargs)
+        check_thresholds(rho_threshold, c_threshold)
         self.rho_threshold, self.c_threshold = rho_threshold, c_threshold
 
     def estimate(
