@@ -428,6 +428,27 @@ def test_code_runs(math_tokenizer, sandbox, verifier, code, shown, metric):
     )
 
 
+def test_a_row_cut_while_its_code_runs_frees_the_sandbox(math_tokenizer, sandbox, verifier):
+    env = MathEnv(math_tokenizer, sandbox, verifier, protocol="tiny")
+    episode, other = env.begin(PROMPT, "row", "group"), env.begin(PROMPT, "other", "group")
+
+    async def cut_and_run() -> None:
+        turn = completion(math_tokenizer, "<code>while True: pass</code>")
+        running = asyncio.create_task(env.advance(episode, turn))
+        await asyncio.sleep(0.2)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        env.cut(episode, "row_deadline")
+        async with asyncio.timeout(1.5):  # before the code would have reached its own deadline
+            await env.advance(other, completion(math_tokenizer, "<code>6 * 7</code>"))
+
+    asyncio.run(cut_and_run())
+    assert (episode.truncated, episode.reward, episode.finish_reason) == (True, 0.0, "row_deadline")
+    check_row(episode.to_row())
+    assert math_tokenizer.decode(other.token_ids).endswith("<output>42</output>")
+
+
 def test_a_sandbox_that_fails_is_not_hidden(math_tokenizer, verifier):
     class Broken(FakeSandbox):
         async def run(self, code, *, timeout=None, print_last=False):
