@@ -7,6 +7,7 @@ import doctest
 import importlib
 import json
 import pickle
+import time
 from functools import partial
 
 import pytest
@@ -206,6 +207,8 @@ def test_a_base_model_reads_on_after_end_of_sequence(math_tokenizer, verifier):
         ("```python\n1\n```\nand\n```python\n2\n```\n", Code("1\n")),  # one block a turn
         (rf"{BOX}" + f"\n{block('1')}", Code("1\n")),
         ("```python\nprint(1)", None),
+        ("```python", None),
+        ("```pythonic", Answer("```pythonic")),
         ("```python\nprint(1)```", None),
         (rf"{BOX} ```python" + "\n```\n", None),
         ("text\n```\n", None),  # a bare fence ends the turn wherever it stands
@@ -218,6 +221,15 @@ def test_a_base_model_reads_on_after_end_of_sequence(math_tokenizer, verifier):
 )
 def test_actions_of_a_python_block_turn(chat, text, action):
     assert chat.protocol.parse(text) == action
+
+
+@pytest.mark.parametrize("text", ["```python\n" * 50_000, "<tool_call>" * 50_000, "\\boxed{" * 50_000])
+def test_long_repetitions_are_read_in_no_time(chat_tokenizer, verifier, text):
+    began = time.perf_counter()
+    for protocol in ("python_block", "hermes"):
+        MathEnv(chat_tokenizer, FakeSandbox(), verifier, protocol=protocol).protocol.parse(text)
+    verifier.verify("42", text)
+    assert time.perf_counter() - began < 2
 
 
 @pytest.mark.parametrize("turn", ["```python\nprint(1)<|im_end|>", "```\nprint(1)\n```\n", "x\n```\n"])

@@ -115,8 +115,8 @@ class PythonBlockProtocol(MathProtocol):
     invalid_action = (
         "No code was run. Code stands between a line ```python and a line ```, and nothing else does.\n"
     )
-    _block = re.compile(r"^```(?i:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
-    _opening = re.compile(r"^```(?i:python|py)\b", re.MULTILINE)
+    _opening = re.compile(r"^```(?i:python|py)[ \t]*(?:\n|\Z)", re.MULTILINE)
+    _closing = re.compile(r"^```[ \t]*$", re.MULTILINE)
 
     def __init__(self, codec: TokenCodec, rules: CodeRules) -> None:
         super().__init__(codec, rules)
@@ -124,9 +124,11 @@ class PythonBlockProtocol(MathProtocol):
 
     def parse(self, text: str) -> Code | Answer | None:
         """The first complete python block; an unclosed one or another block at the end is no action."""
-        if block := self._block.search(text):
-            return Code(block[1])
-        if self._opening.search(text) or self.stop_tags[0] in text:
+        # In two searches, so that a response of nothing but opening lines takes no more than linear time.
+        if opening := self._opening.search(text):
+            closing = self._closing.search(text, opening.end())
+            return None if closing is None else Code(text[opening.end() : closing.start()])
+        if self.stop_tags[0] in text:
             return None
         return Answer(text)
 
