@@ -27,6 +27,8 @@ def main() -> None:
     parser.add_argument("--unsafe", action="store_true", help="run without isolation where none works")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if sys.stdin is None:
+        sys.exit("sandbox: standard input is closed; the code is read from it")
     code = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
     try:
         config = SandboxConfig(workers=1, **vars(arguments))

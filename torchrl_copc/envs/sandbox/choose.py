@@ -21,8 +21,9 @@ from torchrl_copc.envs.sandbox.worker import Call, Worker
 
 logger = logging.getLogger(__name__)
 
-_PROBE = "print(6 * 7)"
+_PROBE, _ANSWER = "print(6 + 1, end='')", "7"  # fits into any limit of the output
 _PROBE_TIMEOUT = 30.0
+_PLENTY = 1 << 30  # bytes
 
 
 def first_worker(config: SandboxConfig) -> tuple[Launch, Worker]:
@@ -30,7 +31,7 @@ def first_worker(config: SandboxConfig) -> tuple[Launch, Worker]:
 
     Raises:
         SandboxUnavailableError: if no isolation that the configuration allows works here.
-        SandboxError: if a package is not installed.
+        SandboxError: if a package is not installed, or the memory is too little for any code.
     """
     if sys.platform != "linux":
         raise SandboxUnavailableError(
@@ -75,15 +76,31 @@ def _first_that_works(
         return None
     for launch in candidates:
         worker = Worker(launch, limits_of(config))
-        try:
-            result = worker.run(Call(_PROBE, _PROBE_TIMEOUT, print_last=False))
-            if result is not None and (result.status, result.stdout) == ("ok", "42\n"):
-                return launch, worker
-            reasons.append(f"{isolation}: the probe answered {result}")
-        except SandboxError as error:
-            reasons.append(f"{isolation}: {error}")
+        if not (problem := _problem(worker)):
+            return launch, worker
         worker.close()
+        if config.memory_mb << 20 < _PLENTY:
+            other = Worker(launch, limits_of(config) | {"memory_bytes": _PLENTY})
+            enough = not _problem(other)
+            other.close()
+            if enough:
+                raise SandboxError(
+                    f"sandbox.memory_mb is {config.memory_mb}, too little to run any code ({isolation}: {problem}); "
+                    "raise it"
+                )
+        reasons.append(f"{isolation}: {problem}")
     return None
+
+
+def _problem(worker: Worker) -> str:
+    """What is wrong with a worker, by the probe; empty if nothing is."""
+    try:
+        result = worker.run(Call(_PROBE, _PROBE_TIMEOUT, print_last=False))
+    except SandboxError as error:
+        return str(error)
+    if result is not None and (result.status, result.stdout) == ("ok", _ANSWER):
+        return ""
+    return f"the probe answered {result}"
 
 
 def _report(isolation: str, config: SandboxConfig, reasons: list[str]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Self
 
 from torchrl_copc.envs.sandbox.choose import first_worker, limits_of
-from torchrl_copc.envs.sandbox.config import SandboxConfig, SandboxError, SandboxResult
+from torchrl_copc.envs.sandbox.config import SandboxConfig, SandboxError, SandboxResult, check_timeout
 from torchrl_copc.envs.sandbox.worker import Call, Worker
 
 MAX_CODE_BYTES = 1 << 20
@@ -70,7 +70,9 @@ class Sandbox:
             started = self._started
         if started.done():
             return started.result()
-        return await asyncio.shield(asyncio.wrap_future(started))
+        await asyncio.shield(asyncio.wrap_future(started))
+        if self._closed:
+            raise SandboxError("the sandbox was closed while it started")
 
     async def run(
         self, code: str, *, timeout: float | None = None, print_last: bool = False
@@ -84,7 +86,10 @@ class Sandbox:
 
         Raises:
             SandboxError: if the sandbox itself fails, or is closed; whatever the code does is in the result.
+            ValueError: if ``timeout`` is not positive, or longer than a day.
         """
+        if timeout is not None:
+            check_timeout("timeout", timeout)
         if (size := len(code.encode("utf-8", "surrogatepass"))) > MAX_CODE_BYTES:
             return SandboxResult(
                 "error", "", f"SyntaxError: the code has {size} bytes; {MAX_CODE_BYTES} are allowed\n", 0.0
@@ -131,18 +136,28 @@ class Sandbox:
 
     def _start(self) -> None:
         launch, first = first_worker(self.config)
-        self._workers = [
-            first,
-            *(Worker(launch, limits_of(self.config)) for _ in range(self.config.workers - 1)),
-        ]
+        others = [Worker(launch, limits_of(self.config)) for _ in range(self.config.workers - 1)]
+        try:
+            if launch.reusable:
+                self._start_all(others)
+        except BaseException:
+            for worker in (first, *others):
+                worker.close()
+            raise
+        self._workers = [first, *others]
         self._isolation = launch.isolation
-        if launch.reusable:
-            # In threads that last: bubblewrap ends when the thread that started it does.
-            assert self._threads is not None
-            for started in [self._threads.submit(worker.start) for worker in self._workers[1:]]:
-                started.result()
         for worker in self._workers:
             self._idle.put(worker)
+
+    def _start_all(self, workers: list[Worker]) -> None:
+        """In threads that last: bubblewrap ends when the thread that started it does."""
+        with self._lock:
+            if self._closed or self._threads is None:
+                raise SandboxError("the sandbox was closed while it started")
+            starts = [self._threads.submit(worker.start) for worker in workers]
+        wait(starts)
+        for start in starts:
+            start.result()
 
     def _run(self, call: Call) -> SandboxResult | None:
         worker = self._idle.get_nowait()  # one worker a thread: there is always one

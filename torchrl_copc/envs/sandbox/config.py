@@ -11,6 +11,13 @@ Status = Literal["ok", "error", "timeout", "memory", "output_limit", "killed"]
 AUTO, WARM, BUBBLEWRAP, LANDLOCK, SUBPROCESS = "auto", "warm", "bubblewrap", "landlock", "subprocess"
 ISOLATIONS = (WARM, BUBBLEWRAP, LANDLOCK, SUBPROCESS)  # best first
 
+_MOST = {
+    "workers": 1024,
+    "memory_mb": 1 << 24,
+    "max_output_bytes": 8 << 20,  # escaped, six times as much fits into a reply
+}
+LONGEST_TIMEOUT = 86400.0
+
 
 class SandboxError(RuntimeError):
     """The sandbox itself failed, not the code in it."""
@@ -18,6 +25,18 @@ class SandboxError(RuntimeError):
 
 class SandboxUnavailableError(SandboxError):
     """This host offers no isolation that is safe enough; the message says what is missing and what to do."""
+
+
+def check_timeout(name: str, value: float) -> None:
+    """Refuse a number of seconds that no call can be given.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} is {value}; it must be a positive number of seconds")
+    if value > LONGEST_TIMEOUT:
+        raise ValueError(f"{name} is {value}; it must be at most {LONGEST_TIMEOUT:.0f} seconds, a day")
 
 
 def _default_workers() -> int:
@@ -31,9 +50,10 @@ class SandboxConfig:
     Args:
         workers: calls that run at once; each keeps a server of about 70 MB. Defaults to the number of cores,
             at most 16.
-        timeout: seconds a call may take; waiting for a free worker does not count.
-        memory_mb: memory a call may use, in MiB.
-        max_output_bytes: bytes of standard output and standard error together, after which a call is ended.
+        timeout: seconds a call may take, at most a day; waiting for a free worker does not count.
+        memory_mb: memory a call may use, in MiB; each of its threads reserves 8.
+        max_output_bytes: bytes of standard output and standard error together, after which a call is ended; at
+            most 8 MiB.
         packages: what code can import besides the standard library.
         isolation: ``"auto"`` takes the first of ``"warm"``, ``"bubblewrap"`` and ``"landlock"`` that works on
             this host; naming one accepts no other.
@@ -56,11 +76,12 @@ class SandboxConfig:
     unsafe: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("workers", "memory_mb", "max_output_bytes"):
+        for name, most in _MOST.items():
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"sandbox.{name} is {value}; it must be at least 1")
-        if not 0 < self.timeout < float("inf"):
-            raise ValueError(f"sandbox.timeout is {self.timeout}; it must be a positive number of seconds")
+            if value > most:
+                raise ValueError(f"sandbox.{name} is {value}; it must be at most {most}")
+        check_timeout("sandbox.timeout", self.timeout)
         if self.isolation not in (AUTO, *ISOLATIONS):
             raise ValueError(
                 f"sandbox.isolation is {self.isolation!r}; it must be one of {', '.join((AUTO, *ISOLATIONS))}"

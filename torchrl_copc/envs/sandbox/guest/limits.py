@@ -9,6 +9,7 @@ SCRATCH_BYTES = 16 << 20
 SCRATCH_INODES = 1024
 OPEN_FILES = 64
 THREADS = 32
+_OUR_PROCESSES = 4  # bubblewrap's first process, the server, the watcher, and the code's main thread
 
 
 def address_space_in_use() -> int:
@@ -34,7 +35,8 @@ def apply(address_space: int, *, threads: int | None) -> None:
 
     Args:
         address_space: bytes, those already in use included.
-        threads: of all processes of this user in this user namespace; ``None`` where that is the host's.
+        threads: that the code may start; the limit holds for all processes of this user in this user namespace,
+            so ``None`` where that is the host's.
     """
     values = {
         resource.RLIMIT_AS: address_space,
@@ -44,6 +46,6 @@ def apply(address_space: int, *, threads: int | None) -> None:
         resource.RLIMIT_CORE: 0,
     }
     if threads is not None:
-        values[resource.RLIMIT_NPROC] = threads
+        values[resource.RLIMIT_NPROC] = threads + _OUR_PROCESSES
     for kind, value in values.items():
         resource.setrlimit(kind, (value, value))

@@ -3,7 +3,7 @@
 A classic BPF program (``man 2 seccomp``), assembled here so that no library has to be there. It is a list of what
 is allowed; everything else fails with EPERM, so hostile code sees an ``OSError`` and honest code a readable one.
 Refused are among others: new processes, every socket, namespaces, mounts, tracing, shared memory that outlives a
-process, ``memfd``, ``io_uring``, keys, and signals to anybody else.
+process, file locks, ``memfd``, ``io_uring``, keys, and signals to anybody else.
 """
 
 from __future__ import annotations
@@ -25,8 +25,17 @@ _LOAD, _RETURN = 0x20, 0x06  # BPF_LD|BPF_W|BPF_ABS, BPF_RET|BPF_K
 _IF_EQUAL, _IF_GREATER, _IF_BITS = 0x15, 0x25, 0x45  # BPF_JMP | BPF_JEQ, BPF_JGT, BPF_JSET, each |BPF_K
 _NUMBER, _ARCH = 0, 4  # offsets in struct seccomp_data
 _CLONE_THREAD = 0x10000
-# F_SETOWN, F_SETSIG and F_SETOWN_EX let the kernel send a signal to another process when a pipe becomes readable.
-_REFUSED_FCNTL = (8, 10, 15)
+# Duplicates and flags of a descriptor, and a pipe's size. Not: locks and leases, which other processes with the same
+# file would feel; F_SETOWN, F_SETSIG and F_SETOWN_EX, with which the kernel sends signals to others for us.
+_FCNTL = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    1030,
+    1032,
+)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, value
 
@@ -78,7 +87,7 @@ def _about_everything_else(place: int, shared_files: bool) -> bytes:
         (_IF_EQUAL, 0, 1, numbers["clone3"]),
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
         *_checked(numbers["prlimit64"], 0, _IF_EQUAL, (0,)),  # the caller's own limits
-        *_checked(numbers["fcntl"], 1, _IF_EQUAL, _REFUSED_FCNTL, allow=False),
+        *_checked(numbers["fcntl"], 1, _IF_EQUAL, _FCNTL),
     ]
     if not shared_files:
         steps += _checked(numbers["clone"], 0, _IF_BITS, (_CLONE_THREAD,))
@@ -88,18 +97,15 @@ def _about_everything_else(place: int, shared_files: bool) -> bytes:
     return _pack([*steps, (_RETURN, 0, 0, _ERRNO | errno.EPERM)])
 
 
-def _checked(
-    number: int, argument: int, test: int, values: Sequence[int], *, allow: bool = True
-) -> Iterator[Instruction]:
-    """Allow (or refuse) a call if the low half of an argument passes the test with any of the values."""
-    if_met, otherwise = (_ALLOW, _ERRNO | errno.EPERM) if allow else (_ERRNO | errno.EPERM, _ALLOW)
+def _checked(number: int, argument: int, test: int, values: Sequence[int]) -> Iterator[Instruction]:
+    """Allow a call if the low half of an argument passes the test with any of the values; refuse it otherwise."""
     yield _LOAD, 0, 0, _NUMBER
     yield _IF_EQUAL, 0, 2 + 2 * len(values), number
     yield _LOAD, 0, 0, 16 + 8 * argument
     for value in values:
         yield test, 0, 1, value
-        yield _RETURN, 0, 0, if_met
-    yield _RETURN, 0, 0, otherwise
+        yield _RETURN, 0, 0, _ALLOW
+    yield _RETURN, 0, 0, _ERRNO | errno.EPERM
 
 
 def _pack(steps: Iterable[Instruction]) -> bytes:

@@ -1,8 +1,10 @@
-"""The sandbox server: forks a confined child for every call and watches over it.
+"""The sandbox server: for every call it forks a watcher, which forks a confined child and watches over it.
 
-Started by ``worker.py`` with its settings as one JSON argument. It reads requests from standard input and writes
-replies to standard output. A child has neither: its standard input is empty, its output goes to pipes that the
-server reads, and nothing else is open in it. The end of standard input ends the call in hand and the server.
+Started by ``worker.py`` with its settings as one JSON argument. Requests come from standard input, replies go to
+standard output. The watcher reads and writes them, never the server: a child is a copy of the memory of whoever
+forks it, so it would find the code and the output of earlier calls in what the server has freed. A child has
+neither descriptor: its standard input is empty, its output goes to pipes that the watcher reads, and nothing else
+is open in it. The end of standard input ends the call in hand and the server.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import signal
 import site
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +66,7 @@ class Server:
     """One call at a time."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings, self._pid = settings, os.getpid()
+        self._settings = settings
         self._on_host = settings.landlock is not None or not settings.confined  # in no namespace of its own
         # Python's dup is closed on exec, and children close everything from 3 on.
         self._requests, self._replies = os.dup(0), os.dup(1)
@@ -83,13 +86,35 @@ class Server:
     def serve(self) -> None:
         """Answer requests until standard input ends."""
         frames.send(self._replies, {"ready": True})
-        while (request := frames.receive(self._requests)) is not None:
-            if not request:
-                continue  # cancels a call that had ended
-            frames.send(self._replies, self._call(request))
+        waiting = select.poll()
+        waiting.register(self._requests, select.POLLIN)
+        while waiting.poll() and self._watcher_answers():
             if self._settings.scratch:
                 libc.call("umount2", self._settings.scratch.encode(), libc.MNT_DETACH)
                 self._mount_scratch()
+
+    def _watcher_answers(self) -> bool:
+        """Have one request answered; false once there are no more, or the watcher failed."""
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                libc.end_with_parent(server)
+                status = self._answer()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        _, wait_status = os.waitpid(pid, 0)
+        return os.waitstatus_to_exitcode(wait_status) == 0
+
+    def _answer(self) -> int:
+        """Answer one request; the watcher's exit status."""
+        request = frames.receive(self._requests)
+        if request:
+            frames.send(self._replies, self._call(request))
+        return int(request is None)  # an empty one cancels a call that had ended
 
     def _prepare_interpreter(self) -> None:
         """Everything a call would otherwise wait for; the heap is frozen, so that children share its pages."""
@@ -123,7 +148,7 @@ class Server:
             watch.close()
         seconds = time.monotonic() - started
         if status == "gone":
-            os._exit(0)
+            os._exit(1)
         if not watch.ready and status == "":
             return {"failure": watch.failure or "the child ended before it was confined"}
         return {
@@ -135,9 +160,11 @@ class Server:
 
     def _fork(self, request: dict[str, Any]) -> _Child:
         (stdout, out), (stderr, err), (status, ready) = (os.pipe() for _ in range(3))
+        watcher = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
+                libc.end_with_parent(watcher)
                 self._enter(out, err, ready, request)
             except BaseException as error:
                 os.write(ready, f"{type(error).__name__}: {error}".encode()[:4096])
@@ -150,10 +177,9 @@ class Server:
     def _enter(self, out: int, err: int, ready: int, request: dict[str, Any]) -> None:
         """Confine the child; what it inherited and may not use is closed."""
         settings = self._settings
-        libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self._pid:  # it died before we asked
-            os._exit(1)
         os.setpgid(0, 0)  # the session is the server's own already, without a terminal
+        # Opened anew: flags set on the server's would stay for the next call.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(out, 1)
         os.dup2(err, 2)
         os.closerange(3, ready)

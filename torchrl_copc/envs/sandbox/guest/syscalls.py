@@ -32,7 +32,6 @@ ALLOWED: dict[str, Numbers] = {
     "pipe": (22, None),
     "pipe2": (293, 59),
     "ioctl": (16, 29),
-    "flock": (73, 32),
     "stat": (4, None),
     "fstat": (5, 80),
     "lstat": (6, None),
