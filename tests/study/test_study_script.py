@@ -38,8 +38,9 @@ def test_quick_run_writes_everything_and_an_interrupted_one_goes_on(tmp_path: Pa
     runs = read(out / "runs.csv")
     assert len(runs) == sum(len(cell.seeds) for cell in cells(QUICK))
     for run in runs:
-        assert 0 < float(run["score"]) < 1 and 0 < float(run["ess"]) < 1.0001
-        assert (float(run["outside_fraction"]) == 0) == (run["lag"] == "0")
+        assert 0 < float(run["score"]) < 1 and 0 < float(run["ess"]) <= 1
+        assert (float(run["ess"]) == 1) == (run["lag"] == "0")  # to the six digits of the file
+        assert run["lag"] != "0" or float(run["outside_fraction"]) == 0
 
     # the second half of the file is lost, in the middle of a cell
     lines = (out / "runs.csv").read_text().splitlines(keepends=True)
