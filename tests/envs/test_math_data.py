@@ -275,12 +275,26 @@ GOOD = {"id": "same", "problem": "p", "answer": "1"}
         (GOOD, "row 1: id 'set-same' occurred before"),
         ("{not json", "row 1: not JSON"),
         ("[1, 2]", "row 1: a list; write one object a line"),
+        (
+            '{"problem": "p", "answer": ' + "1" * 5_000 + "}",
+            "row 1: a number of more than 4300 digits; write it as text",
+        ),
+        ('{"problem": ' + "[" * 100_000, "row 1: nested too deeply"),
+        ({"problem": "p", "answer": "yes"}, r"row 1: `answer`: .*'yes' .*\\text"),
+        ({"problem": "p", "solution": "We get 3."}, "row 1: `solution`: .*'get'"),
+        ({"problem": "p", "answer": "9^{9^{9^{9}}}"}, "row 1: `answer`: .*too large"),
     ],
 )
 def test_bad_records_are_refused_with_their_row(tmp_path, record, message):
     path = write(tmp_path / "set.jsonl", GOOD, record)
     with pytest.raises(DataError, match=re.escape(path) + ", " + message):
         load_math(path)
+
+
+def test_a_long_number_as_text_is_a_gold_answer(tmp_path):
+    (prompt,) = load_math(write(tmp_path / "set.jsonl", {"problem": "p", "answer": "1" * 5_000}))
+    assert verify_answer(prompt.answers[0], r"\boxed{" + "1" * 5_000 + "}")
+    assert not verify_answer(prompt.answers[0], r"\boxed{" + "1" * 4_999 + "2}")
 
 
 def test_blank_lines_are_skipped_and_counted(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,15 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
                 raise DataError(f"{where}: not UTF-8 ({error}); save the file as UTF-8") from error
             except json.JSONDecodeError as error:
                 raise DataError(f"{where}: not JSON ({error}); write one object a line") from error
+            except RecursionError as error:
+                raise DataError(
+                    f"{where}: nested too deeply to be read; write one flat object a line"
+                ) from error
+            except ValueError as error:  # Python reads no longer integers
+                limit = sys.get_int_max_str_digits()
+                raise DataError(
+                    f"{where}: a number of more than {limit} digits; write it as text, in quotation marks"
+                ) from error
             if not isinstance(record, dict):
                 raise DataError(f"{where}: a {type(record).__name__}; write one object a line")
             yield where, record

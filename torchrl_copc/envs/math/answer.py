@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 
 # A box's opening, an escaped character (which is no brace), or a brace.
-_BRACES = re.compile(r"\\+boxed\s*\{|\\.|[{}]", re.DOTALL)
+# Every quantifier that others could follow is possessive: this runs on whatever a policy wrote, without a deadline.
+_BRACES = re.compile(r"(?<!\\)\\++boxed\s*+\{|\\.|[{}]", re.DOTALL)
 
 _IGNORED = re.compile(r"\$|\\!|\\,|\^\\circ")
 _UNIT = re.compile(r"\\text\{[^{}]*\}")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+", re.ASCII)
-_INTEGER = re.compile(r"([+-]?)0*(\d+)", re.ASCII)
+_INTEGER = re.compile(r"([+-]?)(\d+)", re.ASCII)
 
 
 def last_boxed(text: str) -> str | None:
@@ -55,5 +56,5 @@ def as_integer(text: str) -> str | None:
     match = _INTEGER.fullmatch(text)
     if match is None:
         return None
-    sign, digits = match.groups()
+    sign, digits = match[1], match[2].lstrip("0") or "0"
     return "-" + digits if sign == "-" and digits != "0" else digits

@@ -1,15 +1,15 @@
-"""Child processes that compare answers with math-verify, each killed and replaced when it is late.
+"""Child processes that compare answers with math-verify, without letting a late one hold up the next.
 
 math-verify stops itself by a signal, which works in the main thread only and does not interrupt every
-computation (``9^{9^{9}}`` runs on). So it runs in processes of its own, without its timeouts, and the deadline
-is kept from outside.
+computation (``9^{9^{9}}`` runs on). So it runs in processes of its own, without its timeouts: the kernel ends a
+worker at its deadline of processor time, and its parent, which has math-verify imported, forks the next.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +19,7 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
+PATIENCE = 10.0  # times the deadline, by the clock, after which a child counts as hung and is killed
 START_DEADLINE = 60.0  # seconds until a child has imported math-verify; it takes about one
 # Then a fresh one: math-verify swallows MemoryError, so a child that slowly filled up would call right answers wrong.
 REQUESTS_PER_CHILD = 2_000
@@ -35,7 +36,7 @@ class JudgeStartError(RuntimeError):
 
 
 class _Child:
-    """One process and the pipe to it. A new program, not a fork: forking a process with threads can deadlock."""
+    """One process group and the pipe to it. A new program, not a fork: forking with threads can deadlock."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
@@ -45,6 +46,7 @@ class _Child:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                process_group=0,
             )
         self.requests = 0
 
@@ -57,17 +59,22 @@ class _Child:
 
     def ask(self, gold: str, answer: str | None, deadline: float) -> Any:
         self.requests += 1
-        request = {"gold": gold, "answer": answer, "alarm": math.ceil(deadline) + 1}
+        request = {"gold": gold, "answer": answer, "deadline": deadline}
         self.connection.send_bytes(json.dumps(request).encode())
-        return self._receive(deadline)
+        return self._receive(PATIENCE * deadline)
 
     def _receive(self, deadline: float) -> Any:
         if not self.connection.poll(deadline):
             raise TimeoutError
         return json.loads(self.connection.recv_bytes())
 
+    def kill(self) -> None:
+        """End the process and its worker."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def close(self) -> None:
-        self.process.kill()
+        self.kill()
         self.process.wait()
         self.connection.close()
 
@@ -77,7 +84,7 @@ class JudgePool:
 
     Args:
         workers: processes at most.
-        deadline: seconds one question may take; waiting for a free process does not count.
+        deadline: seconds of processor time one question may take.
 
     Raises:
         ValueError: for a setting that cannot work.
@@ -110,9 +117,8 @@ class JudgePool:
         child = self._child()
         reusable = False
         try:
-            reply = child.ask(gold, answer, self.deadline)
+            outcome = child.ask(gold, answer, self.deadline)
             reusable = child.requests < REQUESTS_PER_CHILD
-            return reply
         except TimeoutError:
             raise
         except (EOFError, OSError) as error:
@@ -120,6 +126,12 @@ class JudgePool:
         finally:
             if not reusable:
                 self._drop(child)
+        failure = outcome.get("failure")
+        if failure == "late":
+            raise TimeoutError
+        if failure:
+            raise JudgeDied("the judge's process ended in the middle of a question")
+        return outcome["reply"]
 
     def _child(self) -> _Child:
         child: _Child | None = getattr(self._of_thread, "child", None)
@@ -150,7 +162,7 @@ def _close(executor: ThreadPoolExecutor, children: set[_Child], owner: int) -> N
         return
     executor.shutdown(wait=False, cancel_futures=True)
     for child in tuple(children):
-        child.process.kill()  # its thread, if it waits, finds the pipe closed and cleans up
+        child.kill()  # its thread, if it waits, finds the pipe closed and cleans up
     executor.shutdown(wait=True)
     for child in tuple(children):
         child.close()

@@ -1,9 +1,10 @@
 r"""Whether a response answers a maths problem: integers exactly, everything else with math-verify.
 
 The last balanced ``\boxed{}`` of the response counts. If gold answer and box are both integers they are compared
-as such; otherwise ``math_verify.verify(gold, answer)`` decides (https://github.com/huggingface/Math-Verify), in a
-child process with a hard deadline. What it lets pass (50 for 50\%, an answer in which only the last number can
-be read, ...) and what it does not is pinned in ``tests/envs/test_math_verify.py``.
+as such; numbers too large to compute are compared as text; otherwise ``math_verify.verify(gold, answer)`` decides
+(https://github.com/huggingface/Math-Verify), in a child process with a hard deadline. What it lets pass (50 for 50\%,
+an answer in which only the last number can be read, ...) and what it does not is pinned in
+``tests/envs/test_math_verify.py``.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from typing import Any, Literal
 
 from torchrl_copc.envs.math.answer import as_integer, last_boxed
 from torchrl_copc.envs.math.judge import JudgeDied, JudgePool
+from torchrl_copc.envs.math.size import MAX_DEPTH, is_too_large
 
-How = Literal["integer", "math_verify", "no_answer", "too_long", "timeout", "crash"]
+How = Literal["integer", "math_verify", "no_answer", "too_long", "too_large", "timeout", "crash"]
 
 MAX_CHARACTERS = 1_000  # of an answer that is no integer; parsing takes more than linear time
-DEADLINE = 3.0  # seconds; answers that can be compared take .01 to .3
+DEADLINE = 1.0  # seconds of processor time; answers that can be compared take .01 to .3
 
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
@@ -35,9 +37,10 @@ class Verdict:
 
     Args:
         correct: whether the answer is right.
-        how: ``"integer"`` or ``"math_verify"`` for what decided; otherwise why the answer counts as wrong
-            without a comparison: ``"no_answer"`` (no balanced box, or an empty one), ``"too_long"``,
-            ``"timeout"`` or ``"crash"``.
+        how: ``"integer"`` or ``"math_verify"`` for what decided; ``"too_large"`` where a number is too large to
+            compute, so that only the same text is right (:func:`~torchrl_copc.envs.math.size.is_too_large`);
+            otherwise why the answer counts as wrong without a comparison: ``"no_answer"`` (no balanced
+            box, or an empty one), ``"too_long"``, ``"timeout"`` or ``"crash"``.
     """
 
     correct: bool
@@ -53,7 +56,8 @@ class AnswerVerifier:
 
     Args:
         workers: child processes, one answer each at a time.
-        deadline: seconds one comparison may take; then the answer is wrong and its child is replaced.
+        deadline: seconds of processor time one comparison may take; then the answer is wrong. The next one
+            does not wait for a new process. Ten times as long by the clock is the end in any case.
 
     Raises:
         ImportError: from the first comparison, if math-verify is not installed.
@@ -96,8 +100,8 @@ class AnswerVerifier:
         r"""Refuse a gold answer that no response could be compared with.
 
         Raises:
-            ValueError: if it is empty, too long, does not parse within the deadline, is undefined, or holds
-                bare words, which LaTeX reads as products of letters.
+            ValueError: if it is empty, too long, too large to compute, does not parse within the deadline, is
+                undefined, or holds bare words, which LaTeX reads as products of letters.
 
         Example:
             >>> AnswerVerifier(workers=1).check_gold(r"\frac{1}{")
@@ -112,11 +116,15 @@ class AnswerVerifier:
             problem = "it is empty"
         elif len(text) > MAX_CHARACTERS:
             problem = f"it has {len(text)} characters; at most {MAX_CHARACTERS} are compared"
+        elif is_too_large(text):
+            problem = f"its numbers are too large to compute, or its brackets nest deeper than {MAX_DEPTH}"
         else:
             try:
                 problem = self._judges.objection(text).result()
             except TimeoutError:
-                problem = f"comparing it takes longer than deadline={self._judges.deadline:g} s"
+                problem = (
+                    f"comparing it takes longer than deadline={self._judges.deadline:g} s of processor time"
+                )
             except JudgeDied:
                 problem = "comparing it ends the process (out of memory?)"
         if problem:
@@ -143,6 +151,8 @@ class AnswerVerifier:
             return Verdict(gold_integer == integer, "integer")
         if max(len(gold), len(answer)) > MAX_CHARACTERS:
             return Verdict(False, "too_long")
+        if is_too_large(answer) or is_too_large(gold):
+            return Verdict(gold.replace(" ", "") == answer.replace(" ", ""), "too_large")
         return lambda: self._judges.compare(gold, answer)
 
     def _count(self, verdict: Verdict) -> Verdict:
@@ -155,7 +165,7 @@ def verify_answer(gold: str, response: str) -> bool:
     r"""Whether ``response`` answers with ``gold``, by its last balanced ``\boxed{}``.
 
     Integers are compared exactly. Anything else takes math-verify a few milliseconds in one of two shared child
-    processes; an answer that takes it longer than three seconds is wrong. Safe in every thread; coroutines
+    processes; an answer that takes it longer than a second of processor time is wrong. Safe in every thread; coroutines
     use :meth:`AnswerVerifier.verify_async`.
 
     Args:
