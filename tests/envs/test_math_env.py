@@ -21,7 +21,7 @@ from torchrl_copc.envs.math.env import MathEnv
 from torchrl_copc.envs.math.factory import make_math_env
 from torchrl_copc.envs.math.output import cut_middle, output_text
 from torchrl_copc.envs.math.protocol import TINY_TAGS, Answer, Code, HermesProtocol
-from torchrl_copc.envs.math.verify import AnswerVerifier
+from torchrl_copc.envs.math.verify import AnswerVerifier, Verdict
 from torchrl_copc.envs.sandbox import Sandbox, SandboxConfig, SandboxError, SandboxResult
 from torchrl_copc.trajectory import POLICY_MASK, REWARD, TOKENS, Prompt, check_row, metadata
 
@@ -166,11 +166,14 @@ def test_a_response_that_a_budget_ends_earns_nothing(math_tokenizer, verifier):
     assert (episode.reward, episode.finish_reason, episode.terminated) == (0.0, "length", True)
 
 
-def test_a_verification_that_times_out_is_wrong_and_counted(math_tokenizer):
-    with AnswerVerifier(workers=1, deadline=0.5) as slow:
-        env = MathEnv(math_tokenizer, FakeSandbox(), slow, protocol="tiny")
-        prompt = Prompt("p", "?", (r"\frac{1}{2}",))
-        episode, _ = play(env, r"\boxed{9^{9^{9^{9}}}}<eos>", prompt=prompt)
+@pytest.mark.parametrize("how", ["timeout", "crash"])
+def test_a_verification_that_does_not_end_is_wrong_and_counted(math_tokenizer, how):
+    class Stuck:
+        async def verify_async(self, gold, response):
+            return Verdict(False, how)
+
+    env = MathEnv(math_tokenizer, FakeSandbox(), Stuck(), protocol="tiny")
+    episode, _ = play(env, rf"{BOX}<eos>")
     assert outcome(episode)[:2] == (0.0, 0.0) and episode.metrics["verification_timeouts"] == 1.0
 
 
