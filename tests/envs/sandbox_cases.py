@@ -7,16 +7,18 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 
 from torchrl_copc.envs.sandbox import Sandbox, SandboxConfig, SandboxError, SandboxResult
 from torchrl_copc.envs.sandbox.guest import landlock
+from torchrl_copc.envs.sandbox.guest.libc import prctl
 from torchrl_copc.envs.sandbox.launch import find_bubblewrap
 
 WITH_PACKAGES = {"packages": SandboxConfig().packages}
+PR_SET_CHILD_SUBREAPER = 36
 BUBBLEWRAP, LANDLOCK = ("warm", "bubblewrap"), "landlock"
 
 
@@ -48,36 +50,51 @@ def small(isolation: str = "warm", **settings: object) -> Sandbox:
 
 
 def server_processes() -> set[int]:
-    """Servers and the code they run, anywhere on this machine: a child that was forked keeps the command line."""
-    found = set()
-    for process in psutil.process_iter(["cmdline", "status"]):
-        if (
-            "guest.server" in (process.info["cmdline"] or ())
-            and process.info["status"] != psutil.STATUS_ZOMBIE
-        ):
-            found.add(process.pid)
-    return found
-
-
-def orphans() -> set[int]:
-    """Those whose parent has ended."""
-    return {pid for pid in server_processes() if psutil.pid_exists(pid) and parent(pid) == 1}
-
-
-def parent(pid: int) -> int:
-    try:
-        return psutil.Process(pid).ppid()
-    except psutil.NoSuchProcess:
-        return 0
+    """This test's servers and the code they run: a child that was forked keeps the command line."""
+    return {process.pid for process in running() if "guest.server" in command_line(process)}
 
 
 def below_this_test() -> set[int]:
-    found = set()
+    """Everything this test started, of any depth, that still runs; with :func:`adopting`, also what lost its parent."""
+    return {process.pid for process in running()}
+
+
+def at_rest() -> set[int]:
+    """:func:`below_this_test` once it no longer changes: a watcher ends a moment after its reply."""
+    found = below_this_test()
+    while (again := time.sleep(0.02) or below_this_test()) != found:
+        found = again
+    return found
+
+
+def running() -> list[psutil.Process]:
+    found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:
-                found.add(process.pid)
+                found.append(process)
     return found
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Make processes whose parent ends this test's children, not those of the machine's first process."""
+    before = {process.pid for process in psutil.Process().children()}
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
+        for process in psutil.Process().children():
+            if process.pid not in before and process.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(process.pid, 0)
 
 
 def descriptors(pid: int) -> list[str]:

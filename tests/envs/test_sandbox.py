@@ -11,13 +11,16 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from sandbox_cases import (
     WITH_PACKAGES,
+    at_rest,
     below_this_test,
     call,
     descriptors,
@@ -27,7 +30,8 @@ from sandbox_cases import (
     small,
 )
 
-from torchrl_copc.envs.sandbox import Sandbox, SandboxConfig, SandboxError, client, worker
+from torchrl_copc.envs.sandbox import Sandbox, SandboxConfig, SandboxError, client, config, worker
+from torchrl_copc.envs.sandbox.choose import first_worker
 
 pytestmark = pytest.mark.skipif(bool(missing("warm")), reason=missing("warm"))
 CHECKOUT = Path(__file__).parents[2]
@@ -51,6 +55,7 @@ def mortal():
 def server_of(box: Sandbox) -> int:
     """The process that forks: the one without a child of its own, told from other sandboxes' by its packages."""
     call(box, "")
+    at_rest()
     (found,) = [
         process.pid
         for process in psutil.Process().children(recursive=True)
@@ -171,7 +176,7 @@ def test_random_numbers_differ_from_call_to_call(sandbox):
 
 
 def test_the_memory_limit_is_the_callers():
-    box = small(memory_mb=64, **WITH_PACKAGES)
+    box = small(memory_mb=64, packages=("numpy",))
     try:
         assert call(box, "x = bytearray(40 << 20); print(len(x) >> 20)").stdout == "40\n"
         assert call(box, "bytearray(70 << 20)").status == "memory"
@@ -179,6 +184,26 @@ def test_the_memory_limit_is_the_callers():
         assert call(box, "import mmap; mmap.mmap(-1, 70 << 20)").status == "error"
     finally:
         asyncio.run(box.close())
+
+
+def test_a_call_may_start_32_threads_and_no_more():
+    code = """
+import threading
+stop, started = threading.Event(), 0
+try:
+    while True:
+        threading.Thread(target=stop.wait, args=(5,)).start()
+        started += 1
+finally:
+    stop.set()
+    print(started)
+"""
+    box = small(memory_mb=SandboxConfig().memory_mb)
+    try:
+        result = call(box, code)
+    finally:
+        asyncio.run(box.close())
+    assert result.stdout == "32\n" and "can't start new thread" in result.stderr
 
 
 def test_code_of_more_than_a_mebibyte_is_an_error_without_running(sandbox):
@@ -309,7 +334,7 @@ def test_a_server_that_hangs_is_killed_after_the_grace_and_replaced(mortal, monk
 
 
 def test_closing_ends_running_calls_and_every_process_and_a_new_sandbox_works():
-    before = below_this_test()
+    before = at_rest()
 
     async def scenario() -> None:
         box = small(workers=2)
@@ -336,6 +361,60 @@ def test_closing_ends_running_calls_and_every_process_and_a_new_sandbox_works():
     assert below_this_test() == before
 
 
+def test_closing_a_sandbox_that_is_starting_ends_the_start(monkeypatch):
+    before, begun, go_on = at_rest(), threading.Event(), threading.Event()
+
+    def first(config):
+        begun.set()
+        go_on.wait(10)
+        return first_worker(config)
+
+    monkeypatch.setattr(client, "first_worker", first)
+
+    async def scenario(workers: int) -> None:
+        begun.clear()
+        go_on.clear()
+        box = small(workers=workers)
+        starting = [asyncio.create_task(box.start()), asyncio.create_task(box.run("print(1)"))]
+        await asyncio.to_thread(begun.wait, 10)
+        closing = asyncio.create_task(box.close())
+        await asyncio.sleep(0.05)
+        go_on.set()
+        await closing
+        for outcome in await asyncio.gather(*starting, return_exceptions=True):
+            assert isinstance(outcome, SandboxError) and "was closed while it started" in str(outcome)
+
+    for workers in (1, 2):
+        asyncio.run(scenario(workers))
+        assert below_this_test() == before
+
+
+def test_a_worker_that_cannot_start_ends_the_others_and_a_later_start_works(monkeypatch):
+    before, real = at_rest(), client.Worker.start
+    first: list[client.Worker] = []
+
+    def start(self):
+        if not first:
+            first.append(self)
+        if self is first[0]:
+            return real(self)
+        raise SandboxError("no memory just now")
+
+    async def scenario() -> None:
+        box = small(workers=3)
+        with monkeypatch.context() as patch:
+            patch.setattr(client.Worker, "start", start)
+            with pytest.raises(SandboxError, match="no memory just now"):
+                await box.start()
+        assert below_this_test() == before
+        outcomes = await asyncio.gather(*(box.run("print(1)") for _ in range(6)))
+        assert [outcome.stdout for outcome in outcomes] == ["1\n"] * 6
+        await box.close()
+        assert below_this_test() == before
+
+    asyncio.run(scenario())
+
+
 FORGETFUL = """
 import asyncio, sys, types
 # Without what the packages above import: torch takes seconds.
@@ -360,7 +439,7 @@ def test_a_client_that_exits_or_is_killed_without_closing_leaves_nothing(ending)
     assert client_process.stdout is not None
     assert client_process.stdout.readline() == "1\n"
     if ending == "busy":
-        busy = lambda: [p for p in family(client_process.pid) if p in server_processes()]  # noqa: E731
+        busy = lambda: family(client_process.pid) & server_processes()  # noqa: E731
         assert eventually(lambda: len(busy()) >= 3)
         everything = family(client_process.pid)
         client_process.kill()
@@ -382,7 +461,10 @@ def family(pid: int) -> set[int]:
         ({"workers": 0}, "sandbox.workers is 0; it must be at least 1"),
         ({"timeout": 0}, "sandbox.timeout is 0; it must be a positive number"),
         ({"timeout": float("nan")}, "sandbox.timeout is nan"),
+        ({"timeout": 1e9}, "sandbox.timeout is 1000000000.0; it must be at most 86400 seconds, a day"),
         ({"memory_mb": -1}, "sandbox.memory_mb is -1"),
+        ({"memory_mb": 10**13}, "sandbox.memory_mb is 10000000000000; it must be at most 16777216"),
+        ({"max_output_bytes": 1 << 30}, "sandbox.max_output_bytes is 1073741824; it must be at most 8388608"),
         ({"max_output_bytes": 0}, "sandbox.max_output_bytes is 0"),
         ({"isolation": "docker"}, "sandbox.isolation is 'docker'; it must be one of auto, warm"),
         ({"isolation": "subprocess"}, "set sandbox.unsafe=true if you accept that"),
@@ -391,6 +473,28 @@ def family(pid: int) -> set[int]:
 def test_a_wrong_setting_is_named(settings, message):
     with pytest.raises(ValueError, match=message):
         SandboxConfig(**settings)
+
+
+@pytest.mark.parametrize(("timeout", "problem"), [(0, "must be a positive"), (1e9, "must be at most 86400")])
+def test_a_calls_own_timeout_is_checked_likewise(timeout, problem):
+    with pytest.raises(ValueError, match=f"^timeout is {timeout}; it {problem}"):
+        call(small(), "print(1)", timeout=timeout)
+
+
+def test_the_longest_timeout_and_the_least_and_most_of_the_rest_work():
+    for settings in ({"timeout": 86400.0, "memory_mb": 1 << 24}, {"max_output_bytes": 1}):
+        box = small(**settings)
+        assert call(box, "").status == "ok"
+        asyncio.run(box.close())
+
+
+def test_the_largest_output_of_the_worst_bytes_arrives():
+    box = small(max_output_bytes=8 << 20, timeout=30.0)
+    try:
+        result = call(box, "import sys; sys.stdout.buffer.write(b'\\xff' * (8 << 20))")
+        assert (result.status, result.stdout == "\ufffd" * (8 << 20)) == ("ok", True)
+    finally:
+        asyncio.run(box.close())
 
 
 def test_a_package_that_is_not_installed_is_named():
@@ -422,6 +526,7 @@ def main_with(monkeypatch, code: bytes, *arguments: str) -> None:
 
 
 def test_the_command_line_survives_code_that_is_not_text(monkeypatch, capsys):
+    monkeypatch.setattr(config, "SandboxConfig", partial(SandboxConfig, packages=()))  # starts at once
     main_with(monkeypatch, b"\xff\x00\xfe", "--timeout", "2")
     assert json.loads(capsys.readouterr().out)["status"] == "error"
 
@@ -430,6 +535,13 @@ def test_the_command_line_names_a_wrong_setting(monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"sandbox\.unsafe=true"):
         main_with(monkeypatch, b"", "--isolation", "subprocess")
     assert capsys.readouterr().out == ""
+
+
+def test_the_command_line_without_standard_input_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)  # as Python sets it for ``<&-``
+    monkeypatch.setattr(sys, "argv", ["sandbox"])
+    with pytest.raises(SystemExit, match="standard input is closed"):
+        runpy.run_module("torchrl_copc.envs.sandbox", run_name="__main__")
 
 
 @pytest.mark.parametrize("module", ["client", "config"])

@@ -8,12 +8,12 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sandbox_cases import below_this_test, call, eventually, missing, small
+from sandbox_cases import at_rest, below_this_test, call, eventually, missing, small
 
 from torchrl_copc.envs.sandbox.config import Status
 
 pytestmark = pytest.mark.skipif(bool(missing("warm")), reason=missing("warm"))
-QUICK = settings(max_examples=60, deadline=None, derandomize=True)
+QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 VOCABULARY = """import os sys ctypes ( ) [ ] { } : , . = == 0 1 10**9 -1 'x' b'\\xff' print open while for in range if
     else try except finally raise def class lambda return yield await async del global True None self __import__ exec
@@ -37,16 +37,16 @@ STATEMENTS = st.sampled_from(
 def sandbox():
     box = small(timeout=0.3, max_output_bytes=4096)
     call(box, "")
+    box.processes = at_rest()
     yield box
     asyncio.run(box.close())
 
 
 def check(sandbox, code: str, *, print_last: bool = False) -> None:
-    processes = below_this_test()
     result = call(sandbox, code, print_last=print_last)
     assert result.status in get_args(Status)
     assert len(result.stdout) + len(result.stderr) <= 4096
-    assert eventually(lambda: below_this_test() == processes), "the server died or something stayed"
+    assert eventually(lambda: below_this_test() == sandbox.processes), "the server died or something stayed"
     assert call(sandbox, "print(6 * 7)", timeout=5).stdout == "42\n"
 
 
