@@ -10,7 +10,7 @@ STAMP := $(VENV)/.setup-$(BACKEND)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 
-.PHONY: setup test test-fast lint train-search theory study bench-scan clean
+.PHONY: setup test test-fast lint train-search train-math theory study bench-scan clean
 
 setup: $(STAMP)
 
@@ -34,6 +34,9 @@ endif
 
 train-search: setup
 	$(BIN)/python scripts/train_search.py $(ARGS)
+
+train-math: setup
+	$(BIN)/python scripts/train_math.py $(ARGS)
 
 theory: setup
 	$(BIN)/python scripts/theory.py $(ARGS)

@@ -1,7 +1,7 @@
-"""Supervised training of the tiny search model, from random weights to a Hugging Face folder.
+"""Supervised training of the tiny models, from random weights to a Hugging Face folder.
 
-python scripts/sft.py                    # experiment=sft_search_tiny, writes runs/sft_search_tiny
-python scripts/sft.py output_dir=PATH seed=1
+python scripts/sft.py                              # experiment=sft_search_tiny, writes runs/sft_search_tiny
+python scripts/sft.py experiment=sft_math_tiny output_dir=PATH seed=1
 """
 
 from __future__ import annotations

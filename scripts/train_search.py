@@ -7,21 +7,15 @@ torchrun --nproc-per-node 4 scripts/train_search.py experiment=search_llama3b
 
 from __future__ import annotations
 
-import sys
-
 import hydra
-from hydra.core.hydra_config import HydraConfig
 
 from torchrl_copc.training.config import TrainConfig
-from torchrl_copc.training.trainer import USER_ERRORS, run
+from torchrl_copc.training.trainer import command
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
 def main(cfg: TrainConfig) -> None:
-    try:
-        sys.exit(run(cfg, HydraConfig.get().overrides.task))
-    except USER_ERRORS as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    command(cfg)
 
 
 if __name__ == "__main__":

@@ -42,13 +42,27 @@ def test_merged_data_sets_may_repeat_ids(tmp_path):
         ({"question": "q", "answer": ["", " "]}, "row 1: no gold answer"),
         ({"question": "q"}, "row 1: no gold answer"),
         ("{not json", "row 1: not JSON"),
-        ({"id": "same", "question": "q", "answer": "A"}, "'same' occurred before"),
+        ("[1, 2]", "row 1: a list; write one object a line"),
+        ({"id": "same", "question": "q", "answer": "A"}, "row 1: id 'same' occurred before"),
     ],
 )
 def test_bad_records_are_refused_with_their_row(tmp_path, record, message):
     path = _write(tmp_path, {"id": "same", "question": "q", "answer": "A"}, record)
     with pytest.raises(DataError, match=message):
         load_qa(path)
+
+
+def test_rows_are_those_of_the_file_blank_lines_included(tmp_path):
+    path = _write(tmp_path, "", {"question": "q", "answer": "A"}, "", {"question": "q"})
+    with pytest.raises(DataError, match="row 3: no gold answer"):
+        load_qa(path)
+
+
+def test_bytes_that_are_no_text_are_refused_with_their_row(tmp_path):
+    path = tmp_path / "qa.jsonl"
+    path.write_bytes(b'{"question": "q", "answer": "A"}\n{"question": "caf\xe9", "answer": "A"}\n')
+    with pytest.raises(DataError, match="row 1: not UTF-8"):
+        load_qa(str(path))
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -16,19 +16,35 @@ from torchrl_copc.training.trainer import build_learner, model_path
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def composed(*overrides):
+def composed(*overrides, entry="train"):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return compose("train", overrides=list(overrides))
+        return compose(entry, overrides=list(overrides))
 
 
-@pytest.mark.parametrize("experiment", ["search_tiny", "search_smollm2", "search_llama3b"])
+EXPERIMENTS = {
+    "train": ("search_tiny", "search_smollm2", "search_llama3b"),
+    "train_math": ("math_tiny", "math_smollm2", "math_qwen4b"),
+}
+
+
+@pytest.mark.parametrize(("entry", "experiment"), [(e, x) for e, found in EXPERIMENTS.items() for x in found])
 @pytest.mark.parametrize("method", ["copc", "vcpo"])
-def test_experiments_compose_and_their_targets_exist(experiment, method):
-    config = OmegaConf.to_object(composed(f"experiment={experiment}", f"method={method}"))
+def test_experiments_compose_and_their_targets_exist(entry, experiment, method):
+    config = OmegaConf.to_object(composed(f"experiment={experiment}", f"method={method}", entry=entry))
     check(config)
     assert config.method.name == method
     for spec in (config.method.loss, config.method.value_estimator, config.task.env, config.task.train):
         assert callable(get_method(spec["_target_"]))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS["train_math"])
+def test_maths_experiments_average_over_responses_and_leave_room_for_the_prompt(experiment):
+    config = OmegaConf.to_object(composed(f"experiment={experiment}", entry="train_math"))
+    assert config.learner.aggregation == "response_mean"
+    assert config.engine.max_model_len - config.task.env["max_response_tokens"] >= 256
+    if experiment == "math_qwen4b":  # the paper's
+        assert config.task.env["max_response_tokens"] == 38912 and config.task.env["max_turns"] == 8
+        assert config.collector.batch_rows == 512 and config.evaluation.temperature == 0.6
 
 
 def test_the_ablation_differs_from_copc_only_in_eta_advantage():

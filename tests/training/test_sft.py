@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_copc.envs.search.factbook import ATTRIBUTES, load_questions
 from torchrl_copc.envs.search.protocol import TINY_TAGS
 from torchrl_copc.training.search_traces import (
-    SFTRow,
+    SearchCurriculum,
     StandInRetriever,
     TraceConfig,
     TraceWriter,
@@ -35,6 +35,7 @@ from torchrl_copc.training.sft import (
     run,
 )
 from torchrl_copc.training.sft_measure import measure
+from torchrl_copc.training.traces import SFTRow
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ASSET = Path(str(resources.files("torchrl_copc") / "assets" / "search_tiny"))
@@ -92,7 +93,7 @@ def spans(row: SFTRow) -> list[list[int]]:
 def test_copy_row_learns_exactly_what_stood_before():
     rng = random.Random(0)
     for _ in range(50):
-        row = copy_row(rng, CopyConfig(), 1024)
+        row = copy_row(rng, CopyConfig(), range(10, 1024))
         assert len(row.token_ids) == len(row.learn) <= 96
         (learned,) = spans(row)
         assert row.learn[-1] and len(learned) >= 7
@@ -230,7 +231,8 @@ def test_shipped_model_is_small_and_says_where_it_comes_from():
 def test_shipped_model_reads_well_but_searches_badly(env):
     model = AutoModelForCausalLM.from_pretrained(ASSET, dtype=torch.float32).eval()
     prompts = load_questions("test", 1)[::9]
-    reading = asyncio.run(measure(model, env, prompts, temperature=0.0, scripted_query=True))
+    good_turn = SearchCurriculum(prompts, {}).good_turn
+    reading = asyncio.run(measure(model, env, prompts, temperature=0.0, first_turn=good_turn))
     alone = asyncio.run(measure(model, env, prompts, temperature=1.0))
     assert reading["em"] > 0.5
     assert 0.25 < alone["searched"] < 0.65

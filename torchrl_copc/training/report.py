@@ -15,11 +15,12 @@ from torchrl_copc.trajectory import POLICY_MASK, REWARD, TOKENS, metadata
 Summary = dict[str, dict[str, float]]
 
 # Metrics of a row that read better under another name once they are averaged.
-_NAMES = {"searched": "search_rate"}
+_NAMES = {"searched": "search_rate", "ran_code": "code_rate"}
 CURVES = (
     ("reward", "reward"),
     ("em", "exact match"),
     ("search_rate", "episodes that searched"),
+    ("code_rate", "episodes that ran code"),
     ("staleness_mean", "staleness (versions)"),
     ("kept_fraction", "kept fraction of tokens"),
     ("grad_norm_actor", "actor gradient norm"),
@@ -50,6 +51,18 @@ def summarize(rows: Sequence[TensorDictBase]) -> Summary:
             if name != "reward":
                 values.setdefault(_NAMES.get(name, name), []).append(float(value))
     return {name: mean_and_error(found) for name, found in values.items()}
+
+
+def row_seconds(rows: Sequence[TensorDictBase]) -> dict[str, float]:
+    """Mean seconds that a row took in the rollout worker, in all, in the engine and in its tool.
+
+    Rows run at the same time and beside the learner: these do not add up to a step's time.
+    """
+    timings = [metadata(row)["timings"] for row in rows]
+    return {
+        f"row_seconds_{part}": sum(timing[part] for timing in timings) / len(timings)
+        for part in ("total", "engine", "tool")
+    }
 
 
 def difference(before: Summary, after: Summary) -> Summary:

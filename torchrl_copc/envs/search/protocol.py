@@ -8,14 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchrl_copc.envs.chat import QUESTION, UserTurn, prompt_frame
 from torchrl_copc.envs.codec import TokenCodec
 from torchrl_copc.envs.search.reward import extract_answer
 from torchrl_copc.envs.token_env import Observation
-
-_QUESTION = (
-    "QUESTIONGOESHERE"  # stands for text that is encoded on its own, so that it cannot forge control tokens
-)
-_REPLY = "REPLYGOESHERE"
 
 #: What ``protocol="tiny"`` needs as one token each, in the order of the tiny tokenizer's ids.
 TINY_TAGS = (
@@ -130,15 +126,9 @@ class SearchR1Protocol(SearchProtocol):
             f"<information> and </information>. You may search up to {search_turns} times. Once you know the "
             "answer, write it and nothing else between <answer> and </answer>, for instance "
             "<answer> Mount Logan </answer>.\n\n"
-            f"Question:{_QUESTION}\n"
+            f"Question:{QUESTION}\n"
         )
-        tokenizer = self.codec.tokenizer
-        if tokenizer.chat_template is None:  # a base model continues plain text
-            before, after = text.split(_QUESTION)
-            start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-            return start + self.codec.control(before), self.codec.control(after)
-        before, after = _render(tokenizer, [{"role": "user", "content": text}]).split(_QUESTION)
-        return self.codec.control(before), self.codec.control(after)
+        return prompt_frame(self.codec, text)
 
 
 class TinyProtocol(SearchProtocol):
@@ -200,14 +190,7 @@ class HermesProtocol(SearchProtocol):
 
     def __init__(self, codec: TokenCodec, search_turns: int) -> None:
         super().__init__(codec, search_turns)
-        messages = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": _REPLY},
-            {"role": "user", "content": _QUESTION},
-        ]
-        rendered = _render(codec.tokenizer, messages)
-        _, after_reply = rendered.split(_REPLY)
-        self._turn_change, self._turn_open = after_reply.split(_QUESTION)
+        self._user_turn = UserTurn(codec.tokenizer)
 
     def parse_query(self, content: str) -> str | None:
         """``arguments.query`` of a call to ``search``; ``None`` unless the JSON is exactly of that form."""
@@ -222,12 +205,11 @@ class HermesProtocol(SearchProtocol):
 
     def observation(self, chunks: Sequence[str], *, last_turn: bool, after_eos: bool) -> Observation:
         """The chunks as a user turn; the assistant's turn is closed first unless the policy did so itself."""
-        change = self._turn_change
-        if after_eos:
-            change = change.removeprefix(str(self.codec.tokenizer.eos_token))
         notice = f"\n{self.last_turn}" if last_turn else ""
         return Observation(
-            tuple(chunks), f"{change}<tool_response>\n", f"</tool_response>{notice}{self._turn_open}"
+            tuple(chunks),
+            f"{self._user_turn.before(after_eos=after_eos)}<tool_response>\n",
+            f"</tool_response>{notice}{self._user_turn.after}",
         )
 
     def _prompt_frame(self, search_turns: int) -> tuple[list[int], list[int]]:
@@ -249,11 +231,10 @@ class HermesProtocol(SearchProtocol):
             f"You may call the search tool up to {search_turns} times, one call a turn. Once you know the "
             "answer, write it and nothing else between <answer> and </answer>, for instance "
             "<answer> Mount Logan </answer>.\n\n"
-            f"Question:{_QUESTION}\n"
+            f"Question:{QUESTION}\n"
         )
         tools = [dict(self.tool)] if knows_tools else None
-        before, after = _render(tokenizer, [{"role": "user", "content": text}], tools).split(_QUESTION)
-        return self.codec.control(before), self.codec.control(after)
+        return prompt_frame(self.codec, text, tools)
 
 
 PROTOCOLS: Mapping[str, type[SearchProtocol]] = {
@@ -272,11 +253,3 @@ def protocol_type(name: str) -> type[SearchProtocol]:
     if name not in PROTOCOLS:
         raise ValueError(f"protocol={name!r} is unknown; choose one of {', '.join(PROTOCOLS)}")
     return PROTOCOLS[name]
-
-
-def _render(tokenizer: Any, messages: list[dict[str, str]], tools: list[dict[str, Any]] | None = None) -> str:
-    # Llama 3 templates print today's date unless they are given one: a prompt must not depend on the day.
-    text: str = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True, date_string="01 Jan 2026"
-    )
-    return text

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from torchrl_copc.envs.records import DataError, read_records
 from torchrl_copc.trajectory import Prompt
-
-
-class DataError(ValueError):
-    """A record that cannot be used, with file, row and what to change."""
 
 
 def load_qa(source: str, split: str = "train", limit: int | None = None) -> list[Prompt]:
@@ -34,47 +31,15 @@ def load_qa(source: str, split: str = "train", limit: int | None = None) -> list
     """
     prompts: list[Prompt] = []
     seen: set[str] = set()
-    for row, record in enumerate(_records(source, split)):
-        if limit is not None and row >= limit:
-            break
-        prompt = _prompt(record, f"{source}, row {row}", f"{Path(source).stem}-{split}-{row}")
+    for row, (where, record) in enumerate(islice(read_records(source, split), limit)):
+        prompt = _prompt(record, where, f"{Path(source).stem}-{split}-{row}")
         if prompt.id in seen:
-            raise DataError(f"{source}, row {row}: id {prompt.id!r} occurred before; ids must be unique")
+            raise DataError(f"{where}: id {prompt.id!r} occurred before; ids must be unique")
         seen.add(prompt.id)
         prompts.append(prompt)
     if not prompts:
         raise DataError(f"{source}: no records in split {split!r}")
     return prompts
-
-
-def _records(source: str, split: str) -> Iterable[Mapping[str, Any]]:
-    path = Path(source)
-    if path.suffix == ".jsonl":
-        return _read_jsonl(path)
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            f"reading {source} needs datasets: pip install datasets (or give a .jsonl file)"
-        ) from error
-    if path.suffix == ".parquet":
-        if not path.is_file():
-            raise FileNotFoundError(f"{source} does not exist")
-        records: Iterable[Mapping[str, Any]] = datasets.Dataset.from_parquet(source)
-    else:
-        records = datasets.load_dataset(source, split=split)
-    return records
-
-
-def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file):
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, row {number}: not JSON ({error})") from error
 
 
 def _prompt(record: Mapping[str, Any], where: str, default_id: str) -> Prompt:
