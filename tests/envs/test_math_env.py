@@ -212,6 +212,13 @@ def test_a_base_model_reads_on_after_end_of_sequence(math_tokenizer, verifier):
         ("```python\nprint(1)", None),
         ("```python", None),
         ("```pythonic", Answer("```pythonic")),
+        ("```python\r\n1\r\n```\r\n", Code("1\r\n")),
+        ("```python3\n1\n```", None),
+        ("  ```python\n1\n```", None),
+        ("~~~python\n1\n~~~", None),
+        ("``` python\n1", None),
+        ("```python print(1)```", None),
+        ('```python title="a"\n1\n```', None),
         ("```python\nprint(1)```", None),
         (rf"{BOX} ```python" + "\n```\n", None),
         ("text\n```\n", None),  # a bare fence ends the turn wherever it stands
@@ -235,7 +242,9 @@ def test_long_repetitions_are_read_in_no_time(chat_tokenizer, verifier, text):
     assert time.perf_counter() - began < 2
 
 
-@pytest.mark.parametrize("turn", ["```python\nprint(1)<|im_end|>", "```\nprint(1)\n```\n", "x\n```\n"])
+@pytest.mark.parametrize(
+    "turn", ["```python\nprint(1)<|im_end|>", "```\nprint(1)\n```\n", "x\n```\n", "~~~py\n1\n~~~<|im_end|>"]
+)
 def test_code_that_is_not_fenced_as_wanted_is_answered_and_counted(chat, turn):
     episode, (said, _) = play(chat, turn, f"{BOX}<|im_end|>")
     assert "No code was run." in said and chat.sandbox.ran == []

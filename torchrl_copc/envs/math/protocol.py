@@ -115,8 +115,10 @@ class PythonBlockProtocol(MathProtocol):
     invalid_action = (
         "No code was run. Code stands between a line ```python and a line ```, and nothing else does.\n"
     )
-    _opening = re.compile(r"^```(?i:python|py)[ \t]*(?:\n|\Z)", re.MULTILINE)
-    _closing = re.compile(r"^```[ \t]*$", re.MULTILINE)
+    _opening = re.compile(r"^```(?i:python|py)[ \t]*(?:\r?\n|\Z)", re.MULTILINE)
+    _closing = re.compile(r"^```[ \t]*\r?$", re.MULTILINE)
+    # Near enough to be told how code is marked: ~~~python, ``` python, ```python3, an indented fence, code beside it.
+    _attempt = re.compile(r"^[ \t]*+(?:`{3}|~{3})[ \t]*+(?i:py(?:thon)?)(?![A-Za-z])", re.MULTILINE)
 
     def __init__(self, codec: TokenCodec, rules: CodeRules) -> None:
         super().__init__(codec, rules)
@@ -128,7 +130,7 @@ class PythonBlockProtocol(MathProtocol):
         if opening := self._opening.search(text):
             closing = self._closing.search(text, opening.end())
             return None if closing is None else Code(text[opening.end() : closing.start()])
-        if self.stop_tags[0] in text:
+        if self.stop_tags[0] in text or self._attempt.search(text):
             return None
         return Answer(text)
 
