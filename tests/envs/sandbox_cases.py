@@ -60,7 +60,7 @@ def below_this_test() -> set[int]:
 
 
 def at_rest() -> set[int]:
-    """:func:`below_this_test` once it no longer changes: a watcher ends a moment after its reply."""
+    """:func:`below_this_test` once it no longer changes: the kernel ends processes in its own time."""
     found = below_this_test()
     while (again := time.sleep(0.02) or below_this_test()) != found:
         found = again

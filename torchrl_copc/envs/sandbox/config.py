@@ -14,7 +14,7 @@ ISOLATIONS = (WARM, BUBBLEWRAP, LANDLOCK, SUBPROCESS)  # best first
 _MOST = {
     "workers": 1024,
     "memory_mb": 1 << 24,
-    "max_output_bytes": 8 << 20,  # escaped, six times as much fits into a reply
+    "max_output_bytes": 8 << 20,  # the server keeps memory for it
 }
 LONGEST_TIMEOUT = 86400.0
 

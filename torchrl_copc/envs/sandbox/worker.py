@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT = 120.0  # seconds; importing sympy takes two, on a busy machine many more
 GRACE = 10.0  # seconds past a call's deadline after which its server counts as hung
 _LAST_BREATH = 2.0
-_LARGEST_REPLY = 64 << 20
 
 
 class ServerDiedError(SandboxError):
@@ -80,7 +79,7 @@ class Server:
             ServerDiedError: if none comes.
         """
         deadline = time.monotonic() + request["timeout"] + GRACE
-        self._send(frames.encode(request), deadline)
+        self._send(frames.encode_request(request), deadline)
         with self._lock:
             self._in_call = True
             if self._cancelled:
@@ -123,11 +122,11 @@ class Server:
                 self._died("ended")
 
     def _receive(self, deadline: float) -> dict[str, Any]:
-        header = self._read(frames.HEADER.size, deadline)
-        (length,) = frames.HEADER.unpack(header)
-        if length > _LARGEST_REPLY:
-            self._died(f"sent {length} bytes at once")
+        (length,) = frames.LENGTH.unpack(self._read(frames.LENGTH.size, deadline))
         message: dict[str, Any] = json.loads(self._read(length, deadline))
+        for stream in ("stdout", "stderr"):
+            if stream in message:
+                message[stream] = self._read(message[stream], deadline).decode("utf-8", "replace")
         return message
 
     def _read(self, count: int, deadline: float) -> bytes:

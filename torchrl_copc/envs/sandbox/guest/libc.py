@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -33,13 +32,6 @@ def call(name: str, *arguments: object) -> int:
 def prctl(option: int, *arguments: object) -> None:
     """``prctl`` with its unused arguments zero, as the kernel demands."""
     call("prctl", option, *arguments, *(0,) * (4 - len(arguments)))
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent, whose id is given, ends; at once if it has."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:

@@ -9,7 +9,7 @@ SCRATCH_BYTES = 16 << 20
 SCRATCH_INODES = 1024
 OPEN_FILES = 64
 THREADS = 32
-_OUR_PROCESSES = 4  # bubblewrap's first process, the server, the watcher, and the code's main thread
+_OUR_PROCESSES = 3  # bubblewrap's first process, the server, and the code's main thread
 
 
 def address_space_in_use() -> int:

@@ -1,10 +1,11 @@
-"""The sandbox server: for every call it forks a watcher, which forks a confined child and watches over it.
+"""The sandbox server: forks a confined child for every call and watches over it.
 
-Started by ``worker.py`` with its settings as one JSON argument. Requests come from standard input, replies go to
-standard output. The watcher reads and writes them, never the server: a child is a copy of the memory of whoever
-forks it, so it would find the code and the output of earlier calls in what the server has freed. A child has
-neither descriptor: its standard input is empty, its output goes to pipes that the watcher reads, and nothing else
-is open in it. The end of standard input ends the call in hand and the server.
+Started by ``worker.py`` with its settings as one JSON argument. It reads requests from standard input and writes
+replies to standard output. A child has neither: its standard input is empty, its output goes to pipes that the
+server reads, and nothing else is open in it. The end of standard input ends the call in hand and the server.
+
+A child is a copy of the server's memory, freed memory too. Code and output therefore never reach the server's heap:
+code is unmapped once the child has it, output is read to memory that is not copied.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import gc
 import importlib
 import json
+import mmap
 import os
 import resource
 import select
@@ -20,13 +22,13 @@ import signal
 import site
 import sys
 import time
-import traceback
 from dataclasses import dataclass
 from typing import Any
 
 from . import frames, interpreter, landlock, libc, limits, seccomp
 from .warm_up import warm_up_sympy
 
+_PIECE = 65536  # bytes read at once
 READY = b"\0"  # a child's word that it is confined and about to run the code
 STDLIB = (
     "bisect cmath collections datetime decimal fractions functools heapq itertools math random re "
@@ -66,7 +68,8 @@ class Server:
     """One call at a time."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self._settings, self._pid = settings, os.getpid()
+        self._buffers: list[mmap.mmap] = []
         self._on_host = settings.landlock is not None or not settings.confined  # in no namespace of its own
         # Python's dup is closed on exec, and children close everything from 3 on.
         self._requests, self._replies = os.dup(0), os.dup(1)
@@ -85,36 +88,14 @@ class Server:
 
     def serve(self) -> None:
         """Answer requests until standard input ends."""
-        frames.send(self._replies, {"ready": True})
-        waiting = select.poll()
-        waiting.register(self._requests, select.POLLIN)
-        while waiting.poll() and self._watcher_answers():
+        frames.send_reply(self._replies, {"ready": True})
+        while (request := frames.receive_request(self._requests)) is not None:
+            if request.body is None:
+                continue  # cancels a call that had ended
+            self._call(request, request.body)
             if self._settings.scratch:
                 libc.call("umount2", self._settings.scratch.encode(), libc.MNT_DETACH)
                 self._mount_scratch()
-
-    def _watcher_answers(self) -> bool:
-        """Have one request answered; false once there are no more, or the watcher failed."""
-        server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                libc.end_with_parent(server)
-                status = self._answer()
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        _, wait_status = os.waitpid(pid, 0)
-        return os.waitstatus_to_exitcode(wait_status) == 0
-
-    def _answer(self) -> int:
-        """Answer one request; the watcher's exit status."""
-        request = frames.receive(self._requests)
-        if request:
-            frames.send(self._replies, self._call(request))
-        return int(request is None)  # an empty one cancels a call that had ended
 
     def _prepare_interpreter(self) -> None:
         """Everything a call would otherwise wait for; the heap is frozen, so that children share its pages."""
@@ -134,12 +115,16 @@ class Server:
     def _mount_scratch(self) -> None:
         libc.mount("tmpfs", self._settings.scratch, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, _SCRATCH_OPTIONS)
 
-    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, request: frames.Request, body: mmap.mmap) -> None:
         started = time.monotonic()
-        child = self._fork(request)
-        watch = _Watch(child, self._requests, request["max_output_bytes"])
+        size = request.max_output_bytes + _PIECE
+        if not self._buffers or len(self._buffers[0]) != size:
+            self._buffers = [frames.output_buffer(size) for _ in range(2)]
+        child = self._fork(body)
+        body.close()
+        watch = _Watch(child, self._requests, self._buffers, request.max_output_bytes)
         try:
-            status = watch.until(started + request["timeout"])
+            status = watch.until(started + request.timeout)
         finally:
             os.kill(child.pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):  # in unsafe mode it may have children
@@ -148,23 +133,26 @@ class Server:
             watch.close()
         seconds = time.monotonic() - started
         if status == "gone":
-            os._exit(1)
+            os._exit(0)
         if not watch.ready and status == "":
-            return {"failure": watch.failure or "the child ended before it was confined"}
-        return {
+            failure = watch.failure or "the child ended before it was confined"
+            return frames.send_reply(self._replies, {"failure": failure})
+        stdout, stderr = watch.output(child.stdout), watch.output(child.stderr)
+        message = {
             "status": status or _ending(os.waitstatus_to_exitcode(wait_status)),
-            "stdout": watch.text(child.stdout),
-            "stderr": watch.text(child.stderr),
+            "stdout": len(stdout),
+            "stderr": len(stderr),
             "seconds": seconds,
         }
+        return frames.send_reply(self._replies, message, stdout, stderr)
 
-    def _fork(self, request: dict[str, Any]) -> _Child:
+    def _fork(self, body: mmap.mmap) -> _Child:
         (stdout, out), (stderr, err), (status, ready) = (os.pipe() for _ in range(3))
-        watcher = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
-                libc.end_with_parent(watcher)
+                request = json.loads(body[:])
+                body.close()
                 self._enter(out, err, ready, request)
             except BaseException as error:
                 os.write(ready, f"{type(error).__name__}: {error}".encode()[:4096])
@@ -177,6 +165,9 @@ class Server:
     def _enter(self, out: int, err: int, ready: int, request: dict[str, Any]) -> None:
         """Confine the child; what it inherited and may not use is closed."""
         settings = self._settings
+        libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._pid:  # it died before we asked
+            os._exit(1)
         os.setpgid(0, 0)  # the session is the server's own already, without a terminal
         # Opened anew: flags set on the server's would stay for the next call.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -203,10 +194,11 @@ class Server:
 class _Watch:
     """Collects a child's output and decides when it must end."""
 
-    def __init__(self, child: _Child, requests: int, max_output_bytes: int) -> None:
+    def __init__(self, child: _Child, requests: int, buffers: list[mmap.mmap], max_output_bytes: int) -> None:
         self.ready, self.failure = False, ""
         self._child, self._requests, self._room = child, requests, max_output_bytes
-        self._output = {child.stdout: bytearray(), child.stderr: bytearray()}
+        self._output = {child.stdout: memoryview(buffers[0]), child.stderr: memoryview(buffers[1])}
+        self._filled = dict.fromkeys(self._output, 0)
         self._exit = os.pidfd_open(child.pid)
         self._poll = select.poll()
         self._open = {*self._output, child.status}
@@ -222,7 +214,7 @@ class _Watch:
                 return "timeout"
             for descriptor, _ in self._poll.poll(1e3 * left + 1):
                 if descriptor == self._requests:
-                    return "gone" if frames.receive(self._requests) is None else "cancelled"
+                    return "gone" if frames.receive_request(self._requests) is None else "cancelled"
                 if descriptor == self._exit:
                     ended = True
                 elif descriptor in self._open:
@@ -236,9 +228,9 @@ class _Watch:
                 pass
         return "output_limit" if self._room < 0 else ""
 
-    def text(self, descriptor: int) -> str:
-        """What the child wrote; bytes that are not UTF-8 are replaced."""
-        return self._output[descriptor].decode("utf-8", "replace")
+    def output(self, descriptor: int) -> memoryview:
+        """What the child wrote."""
+        return self._output[descriptor][: self._filled[descriptor]]
 
     def close(self) -> None:
         for descriptor in (*self._output, self._child.status, self._exit):
@@ -246,19 +238,27 @@ class _Watch:
 
     def _read(self, descriptor: int) -> bool:
         try:
-            piece = os.read(descriptor, 65536)
+            count = self._read_word() if descriptor == self._child.status else self._read_output(descriptor)
         except BlockingIOError:
             return False
-        if not piece:
+        if not count:
             self._poll.unregister(descriptor)
             self._open.discard(descriptor)
-        elif descriptor == self._child.status:
-            self.ready = self.ready or piece == READY
-            self.failure = "" if self.ready else piece.decode("utf-8", "replace")
-        else:
-            self._output[descriptor] += piece[: max(self._room, 0)]
-            self._room -= len(piece)
-        return bool(piece)
+        return count > 0
+
+    def _read_word(self) -> int:
+        word = os.read(self._child.status, _PIECE)
+        if word:
+            self.ready = self.ready or word == READY
+            self.failure = "" if self.ready else word.decode("utf-8", "replace")
+        return len(word)
+
+    def _read_output(self, descriptor: int) -> int:
+        filled = self._filled[descriptor]
+        count = os.readv(descriptor, [self._output[descriptor][filled : filled + _PIECE]])
+        self._filled[descriptor] = filled + min(count, max(self._room, 0))
+        self._room -= count
+        return count
 
 
 def _ending(exit_code: int) -> str:
