@@ -1,4 +1,4 @@
-"""Put a question to a trained agent and watch it search.
+"""Put a question to a trained agent and watch it work: a search agent, or a maths agent that runs code.
 
 python scripts/ask.py "What is the capital of Kenya?"              # the agent of the newest run
 python scripts/ask.py --run runs/NAME --temperature 1 "..."
