@@ -401,6 +401,7 @@ def test_kept_fraction_is_there_in_critic_warm_up_and_agrees_with_the_first_upda
     assert trained["kept_fraction"] == pytest.approx(trained["kept_fraction_current"])
     assert trained["time_diagnostics"] > 0
     shown = {"version": 1, "policy_tokens": 1, "time_step": 1.0, "time_wait": 0.0, "time_sync": 0.0}
+    shown |= {f"row_seconds_{part}": 1.0 for part in ("total", "engine", "tool")}
     assert "critic warm-up" in progress_line(warm | shown, 10)
     assert f"kept {trained['kept_fraction']:.3f}" in progress_line(trained | shown, 10)
 
