@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from torchrl_copc.envs.codec import TokenCodec
+
+Protocol = TypeVar("Protocol")
 
 #: Stands for text that is encoded on its own, so that it cannot forge control tokens.
 QUESTION = "QUESTIONGOESHERE"
 _REPLY = "REPLYGOESHERE"
+
+
+def choose_protocol(name: str, protocols: Mapping[str, Protocol]) -> Protocol:
+    """The protocol called ``name``.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name not in protocols:
+        raise ValueError(f"protocol={name!r} is unknown; choose one of {', '.join(protocols)}")
+    return protocols[name]
 
 
 def prompt_frame(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torchrl_copc.envs.chat import choose_protocol
 from torchrl_copc.envs.math.output import cut_middle, output_text
-from torchrl_copc.envs.math.protocol import Answer, CodeRules, protocol_type
+from torchrl_copc.envs.math.protocol import PROTOCOLS, Answer, CodeRules
 from torchrl_copc.envs.math.verify import AnswerVerifier
 from torchrl_copc.envs.sandbox import Sandbox
 from torchrl_copc.envs.token_env import Final, Observation, TokenEnv, TokenEpisode, TurnLimits
@@ -89,7 +90,7 @@ class MathEnv(TokenEnv):
         if max_output_characters < 1:
             raise ValueError(f"max_output_characters={max_output_characters}; it must be at least 1")
         limits = TurnLimits(max_turns, max_turn_tokens, max_observation_tokens, max_response_tokens)
-        chosen = protocol_type(protocol)
+        chosen = choose_protocol(protocol, PROTOCOLS)
         super().__init__(tokenizer, limits, stop_tags=chosen.stop_tags, prompts=prompts)
         config = sandbox.config
         rules = CodeRules(max_turns - 1, config.timeout, max_output_characters, config.packages)

@@ -277,14 +277,3 @@ PROTOCOLS: Mapping[str, type[MathProtocol]] = {
     "hermes": HermesProtocol,
     "tiny": TinyProtocol,
 }
-
-
-def protocol_type(name: str) -> type[MathProtocol]:
-    """The protocol called ``name``.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
-    if name not in PROTOCOLS:
-        raise ValueError(f"protocol={name!r} is unknown; choose one of {', '.join(PROTOCOLS)}")
-    return PROTOCOLS[name]

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchrl_copc.envs.search.protocol import Answer, Search, protocol_type
+from torchrl_copc.envs.chat import choose_protocol
+from torchrl_copc.envs.search.protocol import PROTOCOLS, Answer, Search
 from torchrl_copc.envs.search.retriever import Passage, Retriever, RetrieverError
 from torchrl_copc.envs.search.reward import exact_match, search_reward
 from torchrl_copc.envs.token_env import Final, Observation, TokenEnv, TokenEpisode, TurnLimits
@@ -75,7 +76,7 @@ class SearchEnv(TokenEnv):
         if search_timeout <= 0:
             raise ValueError(f"search_timeout={search_timeout} s; it must be above 0")
         limits = TurnLimits(search_turns + 1, max_turn_tokens, max_observation_tokens, max_response_tokens)
-        chosen = protocol_type(protocol)
+        chosen = choose_protocol(protocol, PROTOCOLS)
         super().__init__(tokenizer, limits, stop_tags=chosen.stop_tags(), prompts=prompts)
         self.protocol = chosen(self.codec, search_turns)
         self.retriever = retriever

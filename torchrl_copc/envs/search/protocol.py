@@ -242,14 +242,3 @@ PROTOCOLS: Mapping[str, type[SearchProtocol]] = {
     "hermes": HermesProtocol,
     "tiny": TinyProtocol,
 }
-
-
-def protocol_type(name: str) -> type[SearchProtocol]:
-    """The protocol called ``name``.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
-    if name not in PROTOCOLS:
-        raise ValueError(f"protocol={name!r} is unknown; choose one of {', '.join(PROTOCOLS)}")
-    return PROTOCOLS[name]
